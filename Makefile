@@ -1,0 +1,84 @@
+# A newcomer's two commands: `make demo` and `make test`. Both make .venv and install what they need.
+# ARGS= passes flags on: make demo ARGS=--quick; make test ARGS="-k store -x".
+
+SHELL := bash
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format types docs-check clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := torch==2.13.0
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+help:
+	@echo 'make demo        install, then run the demo (ARGS=--quick: under 5 minutes)'
+	@echo 'make test        install, then run the tests (ARGS="-k name")'
+	@echo 'make lint        ruff: rules and formatting    make format: mend both'
+	@echo 'make types       mypy'
+	@echo 'make docs-check  links, file names, commands and code in the documents'
+	@echo 'make clean       remove .venv and the caches of the tools'
+
+demo: $(VENV)/.demo
+	@$(BIN)/kvlingo demo $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check $(ARGS) .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy $(ARGS)
+
+docs-check: $(VENV)/.dev
+	$(BIN)/python docs/check.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# One stamp for each step of the installation, so that a second `make` starts at once.
+
+$(VENV)/.made:
+	@$(PYTHON) -c '' 2>/dev/null || { \
+	  echo '$(PYTHON) not found: install Python 3.11 or newer (Debian: sudo apt-get install python3 python3-venv),' \
+	    'or name one with make PYTHON=...' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is $$($(PYTHON) -V 2>&1): Python 3.11 or newer is needed; name one with make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo '$(PYTHON) cannot make a virtual environment: sudo apt-get install python3-venv' >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# Without a GPU the CPU build is enough and several GB smaller. `+cpu` names that build: an index that has only the
+# CUDA build answers "no such version" without sending it. macOS has one build only.
+$(VENV)/.torch: $(VENV)/.made
+	@set -e; \
+	if [ "$$(uname)" = Darwin ] || nvidia-smi -L >/dev/null 2>&1; then \
+	  echo 'PyTorch: the default build'; \
+	  $(PIP) install --quiet '$(TORCH)'; \
+	elif echo 'PyTorch: the CPU build (no NVIDIA GPU here)'; \
+	  $(PIP) install --quiet '$(TORCH)+cpu' 2>$@.log; then :; \
+	elif echo 'PyTorch: from $(TORCH_CPU_INDEX)'; \
+	  $(PIP) install --quiet --retries 2 --index-url $(TORCH_CPU_INDEX) '$(TORCH)+cpu' 2>>$@.log; then :; \
+	else \
+	  tail -n 1 $@.log >&2; \
+	  echo 'PyTorch: no CPU build to be had; installing the default one, which may be several GB' >&2; \
+	  $(PIP) install --quiet '$(TORCH)'; \
+	fi
+	@rm -f $@.log
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) install --quiet --editable '.[gguf,hub,plot]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo pyproject.toml
+	$(PIP) install --quiet --editable '.[dev]'
+	@touch $@
