@@ -1,0 +1,1 @@
+"""Scripts that measure: they write the numbers in `results/`."""
