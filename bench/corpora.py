@@ -187,9 +187,9 @@ def _r_vectors(data: bytes) -> Iterator[list[str]]:
 
 
 def _r_strings(record: bytes) -> Iterator[str]:
-    """Yield the strings of a serialised R character vector (XDR, version 3).
+    r"""Yield the strings of a serialised R character vector (XDR, version 3).
 
-    Layout: "X\\n", three 4-byte versions, the length and name of the encoding, 4 bytes of vector
+    Layout: "X\n", three 4-byte versions, the length and name of the encoding, 4 bytes of vector
     type, the vector's length; then per string 4 bytes of flags, 4 bytes of length, its bytes.
     """
     if record[:2] != b"X\n":
@@ -300,10 +300,7 @@ def handbook(deb: Path) -> list[Document]:
 
 
 class HandbookPage(HTMLParser):
-    """The title and the running text of one page: no navigation, paragraphs apart, listings kept.
-
-    `handle_…` are called by the parser as it meets tags and text.
-    """
+    """The title and the running text of one page: no navigation, paragraphs apart, listings kept."""
 
     _BLOCKS = frozenset({"div", "dd", "dt", "h1", "h2", "h3", "h4", "h5", "li", "p", "pre", "tr"})
     _VOID = frozenset({"br", "col", "hr", "img", "input", "link", "meta"})
@@ -317,6 +314,7 @@ class HandbookPage(HTMLParser):
         self._blocks: list[tuple[bool, list[str]]] = [(False, [])]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note what opens; a block starts a paragraph."""
         if tag in self._VOID:
             return
         values = dict(attrs)
@@ -326,9 +324,11 @@ class HandbookPage(HTMLParser):
         self._break_block(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Start a paragraph where an empty block stands."""
         self._break_block(tag)
 
     def handle_endtag(self, tag: str) -> None:
+        """Close the innermost open `tag`; one that was never opened is ignored."""
         if tag not in (name for name, _ in self._open):
             return
         while self._open.pop()[0] != tag:
@@ -336,6 +336,7 @@ class HandbookPage(HTMLParser):
         self._break_block(tag)
 
     def handle_data(self, data: str) -> None:
+        """Keep running text, and the title."""
         tags = [name for name, _ in self._open]
         if "title" in tags:
             self.title += data

@@ -186,7 +186,7 @@ def write_documents(documents: Iterable[Document], path: Path) -> None:
     with partial.open("w", encoding="utf-8") as file:
         for document in documents:
             file.write(json.dumps(asdict(document), ensure_ascii=False) + "\n")
-    os.replace(partial, path)
+    partial.replace(path)
 
 
 def _known_files(folder: Path) -> list[Path]:
