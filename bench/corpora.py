@@ -300,7 +300,7 @@ def handbook(deb: Path) -> list[Document]:
 
 
 class HandbookPage(HTMLParser):
-    """The title and the running text of one page: no navigation, paragraphs apart, listings kept."""
+    """The title and running text of one page: no navigation, paragraphs apart, listings kept."""
 
     _BLOCKS = frozenset({"div", "dd", "dt", "h1", "h2", "h3", "h4", "h5", "li", "p", "pre", "tr"})
     _VOID = frozenset({"br", "col", "hr", "img", "input", "link", "meta"})
