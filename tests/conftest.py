@@ -1,0 +1,38 @@
+"""What every test shares: no network, two threads, a fixed seed, and when tests on real models run."""
+
+import os
+
+# Before anything imports a hub client: it reads these once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+REAL_MODELS = "KVLINGO_REAL_MODELS"
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get(REAL_MODELS) == "1":
+        return
+    skip = pytest.mark.skip(reason=f"needs real weights (about 350 MB); set {REAL_MODELS}=1 to run")
+    for item in items:
+        if item.get_closest_marker("real_model"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep converted models and corpora of a test out of the user's cache, real weights excepted."""
+    if not request.node.get_closest_marker("real_model"):
+        folder = request.getfixturevalue("tmp_path_factory").mktemp("cache", numbered=True)
+        monkeypatch.setenv("KVLINGO_CACHE", str(folder))

@@ -1,0 +1,175 @@
+"""The shape of the package: who may import whom, what `import kvlingo` costs, and what never appears in the sources."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+PACKAGE = REPO / "kvlingo"
+
+# A module imports only from those above it. The one place where the order is written down.
+ORDER = (
+    "errors geometry rope cache models alignment pairing plan cost texts stats ridge translator corpus fitting"
+    " handoff distillation metrics report evaluation store assets demo cli"
+).split()
+
+# Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen through these two.
+MAY_IMPORT_TRANSFORMERS = {"cache", "models"}
+
+HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "matplotlib")
+UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:root|home|work|opt|tmp|mnt|Users)/\w")
+REGISTRY_HOST = re.compile(r"(?:pypi|pythonhosted|npmjs|deb\.debian)\.(?:org|com)")
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".json", ".yml", ".yaml", ".svg", ".txt", ""}
+NOT_OURS = {".git", ".venv", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__", "build", "dist"}
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(source: Path) -> str:
+    """kvlingo/cache.py -> cache; kvlingo/serve/router.py -> serve."""
+    return source.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def tree_of(source: Path) -> ast.Module:
+    return ast.parse(source.read_text(encoding="utf-8"), str(source))
+
+
+def at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes but those under `if TYPE_CHECKING:`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield other
+                yield from at_run_time(other)
+            continue
+        yield node
+        yield from at_run_time(node)
+
+
+def imported(nodes: Iterator[ast.AST]) -> set[str]:
+    """Return the full names of all imported modules; `from a import b` counts as a and a.b."""
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute here"
+            found |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def layers_imported(source: Path) -> set[str]:
+    names = (name.split(".") for name in imported(ast.walk(tree_of(source))))
+    return {name[1] for name in names if name[0] == "kvlingo" and len(name) > 1} & set(ORDER)
+
+
+def test_every_module_has_its_place_in_the_order() -> None:
+    modules = {name_of(source) for source in SOURCES} - {"__init__", "__main__", "serve"}
+    assert modules <= set(ORDER), "give the new module its place in ORDER"
+    assert len(ORDER) == len(set(ORDER))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_a_module_imports_only_from_those_above_it(source: Path) -> None:
+    name = name_of(source)
+    if name not in ORDER:
+        return
+    below = {other for other in layers_imported(source) if ORDER.index(other) >= ORDER.index(name)}
+    assert not below, f"{name} imports from below: {sorted(below)}"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_transformers_sits_in_two_modules(source: Path) -> None:
+    if name_of(source) in MAY_IMPORT_TRANSFORMERS:
+        return
+    names = {name.split(".")[0] for name in imported(at_run_time(tree_of(source)))}
+    assert "transformers" not in names, "take the object untyped, or import under TYPE_CHECKING"
+
+
+def loaded_by(code: str) -> set[str]:
+    """Run `code` in a fresh interpreter; return which heavy packages it loaded."""
+    code = f"import atexit, sys\natexit.register(lambda: print('\\nloaded:', *(m for m in {HEAVY} if m in sys.modules)))\n{code}"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.rsplit("loaded:", 1)[1].split())
+
+
+def test_import_is_light() -> None:
+    assert loaded_by("import kvlingo; kvlingo.__version__") == set()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"], ["demo", "--help"]], ids=" ".join)
+def test_help_is_light(arguments: list[str]) -> None:
+    code = f"sys.argv = {['kvlingo', *arguments]}\nfrom kvlingo.cli import main\nmain()"
+    assert loaded_by(code) == set()
+
+
+def test_the_light_check_sees_a_heavy_import() -> None:
+    assert "safetensors" in loaded_by("import safetensors")
+
+
+def unsafe(tree: ast.Module) -> Iterator[str]:
+    """Yield what could run code from a file or a hub."""
+    for name in imported(ast.walk(tree)):
+        if name.split(".")[0] in UNSAFE_MODULES:
+            yield f"import of {name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
+            yield f"line {node.lineno}: torch.load"
+        if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle"):
+            if not (isinstance(node.value, ast.Constant) and node.value.value is False):
+                yield f"line {node.value.lineno}: {ast.unparse(node.value)} for {node.arg}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("eval", "exec"):
+            yield f"line {node.lineno}: {ast.unparse(node.func)}"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_no_pickle_and_no_remote_code(source: Path) -> None:
+    assert not list(unsafe(tree_of(source)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from joblib import load",
+        "weights = torch.load(path)",
+        "f(trust_remote_code=True)",
+        "f(trust_remote_code=flag)",
+        "eval(text)",
+    ],
+)
+def test_the_unsafe_check_sees(code: str) -> None:
+    assert list(unsafe(ast.parse(code)))
+
+
+def repo_texts() -> Iterator[tuple[Path, str]]:
+    for path in sorted(REPO.rglob("*")):
+        if NOT_OURS & set(path.relative_to(REPO).parts) or not path.is_file():
+            continue
+        if path.suffix in TEXT_SUFFIXES and ".egg-info" not in str(path):
+            yield path, path.read_text(encoding="utf-8", errors="replace")
+
+
+def test_no_path_of_a_machine_and_no_registry_host() -> None:
+    found = [
+        f"{path.relative_to(REPO)}: {match.group()}"
+        for path, text in repo_texts()
+        for pattern in (MACHINE_PATH, REGISTRY_HOST)
+        for match in pattern.finditer(text)
+    ]
+    assert not found
+
+
+def test_the_path_check_sees_a_path() -> None:
+    slash = "/"
+    assert MACHINE_PATH.search(f"open('{slash}home{slash}me/x')")
+    assert not MACHINE_PATH.search("~/work/x and docs/work/x")
