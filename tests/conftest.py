@@ -1,4 +1,4 @@
-"""What every test shares: no network, two threads, a fixed seed, and when tests on real models run."""
+"""What every test shares: no network, two threads, a fixed seed, real models only on request."""
 
 import os
 
@@ -32,7 +32,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep converted models and corpora of a test out of the user's cache, real weights excepted."""
+    """Keep what a test converts out of the user's cache; real weights stay there."""
     if not request.node.get_closest_marker("real_model"):
         folder = request.getfixturevalue("tmp_path_factory").mktemp("cache", numbered=True)
         monkeypatch.setenv("KVLINGO_CACHE", str(folder))

@@ -1,0 +1,426 @@
+"""A translator on disk and on the hub: safetensors, JSON and a model card in one folder.
+
+Knows file formats. What is known about a translator is `manifest`'s business, the card's text
+`readme`'s. Nothing in an
+artifact is ever executed: no pickle, no code from a hub.
+
+Layout of the folder:
+    translator.safetensors  the weights: float32, bfloat16, or int8 with one scale per output
+    translator.json         format, both models' identities, the translator's config, options,
+    report, hashes README.md               the model card
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as to_safetensors
+from torch import Tensor, nn
+
+from kvlingo import __version__
+from kvlingo.errors import BadArtifact, BadInput, MissingExtra
+from kvlingo.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    Manifest,
+    ModelCard,
+    StorageType,
+    WeightsCard,
+    card_of,
+    check_cache,
+    check_pair,
+    first_line,
+    parse_config,
+    parse_manifest,
+    read_document,
+    sealed,
+    short,
+)
+from kvlingo.readme import model_card
+from kvlingo.translator import Translator
+
+if TYPE_CHECKING:
+    from kvlingo.models import LanguageModel
+
+__all__ = [
+    "Manifest",
+    "ModelCard",
+    "from_pretrained",
+    "load_translator",
+    "push_to_hub",
+    "read_manifest",
+    "save_translator",
+]
+
+WEIGHTS_FILE = "translator.safetensors"
+CARD_FILE = "README.md"
+ARTIFACT_FILES = (WEIGHTS_FILE, MANIFEST_FILE, CARD_FILE)
+SCALE_SUFFIX = ".int8_scale"
+UNKNOWN_REPOSITORY = {"RepositoryNotFoundError", "RevisionNotFoundError", "HFValidationError"}
+OUT_OF_REACH = {
+    "LocalEntryNotFoundError",
+    "OfflineModeIsEnabled",
+    "ConnectError",
+    "ConnectionError",
+    "TimeoutException",
+}
+REPO_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+
+
+def save_translator(
+    folder: str | Path,
+    translator: Translator,
+    manifest: Manifest,
+    *,
+    dtype: StorageType = "float32",
+    overwrite: bool = False,
+) -> Manifest:
+    """Write a translator's folder, whole or not at all.
+
+    Everything goes into a sibling folder first, which then takes the place of the old one. Files in
+    the old one that are not ours (a loss curve, notes) move along.
+
+    Args:
+        folder: where; made with its parents if need be.
+        translator: on any device, in any floating-point type.
+        manifest: versions and `weights` are filled in here.
+        dtype: how matrices are stored; vectors are always float32.
+        overwrite: replace the translator that is there.
+
+    Returns the manifest as written.
+
+    Raises:
+        BadInput: the folder can't or must not be written, the disk is full, or the weights are not
+        finite.
+    """
+    if dtype not in get_args(StorageType):
+        raise BadInput(
+            f"unknown storage type {dtype!r}; choose one of {', '.join(get_args(StorageType))}"
+        )
+    folder = Path(folder).expanduser().resolve()
+    refuse_to_replace(folder, overwrite)
+    weights = to_safetensors(pack(translator, dtype))
+    manifest = replace(
+        manifest,
+        format_version=FORMAT_VERSION,
+        kvlingo_version=__version__,
+        weights=WeightsCard(hashlib.sha256(weights).hexdigest(), len(weights), dtype),
+    )
+    document = sealed({"manifest": asdict(manifest), "translator": translator.config.to_json()})
+    manifest = Manifest.from_json(document["manifest"])
+    files = {
+        WEIGHTS_FILE: weights,
+        MANIFEST_FILE: (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode(),
+        CARD_FILE: model_card(manifest).encode(),
+    }
+    with clear_write_errors(folder, sum(map(len, files.values()))):
+        replace_folder(folder, files)
+    return manifest
+
+
+def load_translator(
+    folder: str | Path,
+    *,
+    source: ModelCard | LanguageModel | None = None,
+    target: ModelCard | LanguageModel | None = None,
+    allow_mismatch: bool = False,
+) -> tuple[Translator, Manifest]:
+    """Read a translator's folder, on the CPU in float32, in eval mode.
+
+    Args:
+        folder: what `save_translator` wrote.
+        source, target: the models at hand, checked where given.
+        allow_mismatch: warn about another model or tokenizer instead of refusing. Swapped sides and
+            other cache geometries are refused all the same.
+
+    Raises:
+        BadArtifact: not a translator, damaged, truncated, edited, or of a newer format.
+        IncompatiblePair: it belongs to other models.
+    """
+    folder = Path(folder).expanduser()
+    document = read_document(folder)
+    manifest = parse_manifest(document)
+    config = parse_config(document)
+    check_pair(manifest, card_of(source), card_of(target), allow_mismatch=allow_mismatch)
+    check_cache(config, card_of(source), card_of(target))
+    assert manifest.weights is not None
+    file = folder / WEIGHTS_FILE
+    verify_weights(file, manifest.weights)
+    translator = Translator(config)
+    try:
+        translator.load_state_dict(unpack(load_file(file)))
+    except (SafetensorError, RuntimeError) as error:
+        raise BadArtifact(
+            f"{file} does not hold this translator's weights ({first_line(error)}); copy the "
+            f"folder again, or fit anew"
+        ) from error
+    return translator.eval(), manifest
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read what is known about a translator without its weights.
+
+    Raises:
+        BadArtifact: as `load_translator`.
+    """
+    return parse_manifest(read_document(Path(folder).expanduser()))
+
+
+# Weights
+
+
+def pack(translator: nn.Module, dtype: StorageType) -> dict[str, Tensor]:
+    """Return the state as it is stored: contiguous, on the CPU, sharing nothing.
+
+    Matrices take `dtype`; vectors, such as means and scales, stay float32, integers as they are.
+    """
+    linear = {
+        f"{name}.weight" for name, m in translator.named_modules() if isinstance(m, nn.Linear)
+    }
+    stored: dict[str, Tensor] = {}
+    for name, tensor in translator.state_dict().items():
+        tensor = tensor.detach().cpu()
+        if not tensor.is_floating_point():
+            stored[name] = tensor.clone().contiguous()
+            continue
+        if not tensor.isfinite().all():
+            raise BadInput(
+                f"weight {name} holds NaN or infinity, so nothing was saved; fit anew with more "
+                f"damping or text"
+            )
+        tensor = tensor.to(torch.float32, copy=True).contiguous()
+        if tensor.ndim < 2 or dtype == "float32":
+            stored[name] = tensor
+        elif dtype == "bfloat16":
+            stored[name] = tensor.bfloat16()
+        else:  # nn.Linear keeps [outputs, inputs], our own maps [..., inputs, outputs]
+            stored[name], stored[name + SCALE_SUFFIX] = quantise(
+                tensor, inputs=-1 if name in linear else -2
+            )
+    return stored
+
+
+def quantise(weight: Tensor, *, inputs: int) -> tuple[Tensor, Tensor]:
+    """Round to int8 with one scale per output: w ≈ q · s, s = max |w| over the inputs / 127.
+
+    Args:
+        weight: float32, at least 2-D.
+        inputs: the dim that runs over the inputs.
+
+    Returns q and s, s with size 1 in that dim. No weight is off by more than s / 2.
+    """
+    scale = weight.abs().amax(dim=inputs, keepdim=True) / 127
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return (weight / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def unpack(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state that `pack` stored, float32."""
+    state: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        if name.endswith(SCALE_SUFFIX):
+            continue
+        if name + SCALE_SUFFIX in stored:
+            state[name] = tensor.float() * stored[name + SCALE_SUFFIX]
+        else:
+            state[name] = tensor.float() if tensor.is_floating_point() else tensor
+    return state
+
+
+def verify_weights(file: Path, expected: WeightsCard) -> None:
+    """Raise `BadArtifact` unless the file is byte for byte what was saved."""
+    if not file.is_file():
+        raise BadArtifact(f"{file} is missing; copy the whole folder again, or fit anew")
+    size = file.stat().st_size
+    if size < expected.num_bytes:
+        raise BadArtifact(
+            f"{file} is truncated: {size} of {expected.num_bytes} bytes; copy or download it again"
+        )
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != expected.sha256:
+        raise BadArtifact(
+            f"{file} is damaged: SHA-256 {short(digest)}, expected {short(expected.sha256)}; copy "
+            f"or download it again"
+        )
+
+
+# Writing
+
+
+def refuse_to_replace(folder: Path, overwrite: bool) -> None:
+    """Raise `BadInput` where saving would destroy something."""
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{folder} is a file; give a folder to save to")
+    taken = [name for name in ARTIFACT_FILES if (folder / name).exists()]
+    if taken and MANIFEST_FILE not in taken:
+        raise BadInput(f"{folder} has a {taken[0]} that is no translator's; choose another folder")
+    if taken and not overwrite:
+        raise BadInput(
+            f"{folder} already holds a translator; choose another folder, or overwrite it "
+            f"(overwrite=True)"
+        )
+
+
+@contextmanager
+def clear_write_errors(folder: Path, num_bytes: int) -> Iterator[None]:
+    """Turn the system's refusals to write into `BadInput`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise BadInput(
+                f"no space left to save {folder} ({num_bytes / 1e6:.1f} MB); free some and save "
+                f"again: nothing was changed"
+            ) from error
+        raise BadInput(
+            f"can't write {folder} ({error.strerror or error}); choose another folder: nothing was "
+            f"changed"
+        ) from error
+
+
+def replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Put `files` into `folder`, all of them or none, through a sibling on the same disk."""
+    mark = f"{os.getpid()}-{secrets.token_hex(4)}"
+    partial = folder.with_name(f".{folder.name}.{mark}.partial")
+    old = folder.with_name(f".{folder.name}.{mark}.old")
+    try:
+        partial.mkdir(parents=True)
+        for name, data in files.items():
+            write_synced(partial / name, data)
+        sync_folder(partial)
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+        sync_folder(folder.parent)
+    finally:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        elif old.exists():
+            retire(old, folder)
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def retire(old: Path, new: Path) -> None:
+    """Move what is not ours from the old folder to the new one, then remove the old one."""
+    for entry in old.iterdir():
+        if entry.name not in ARTIFACT_FILES:
+            entry.rename(new / entry.name)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_synced(file: Path, data: bytes) -> None:
+    """Write a file and wait until the disk has it."""
+    with file.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has a folder's entries."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# The hub
+
+
+def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False) -> str:
+    """Upload a saved translator, whole and verified; return its address.
+
+    Raises:
+        BadArtifact: the folder is no good.
+        BadInput: the hub refused it, or is out of reach.
+        MissingExtra: `huggingface_hub` is not installed.
+    """
+    load_translator(folder)
+    client = hub()
+    with clear_hub_errors(repo_id):
+        address = client.create_repo(repo_id, private=private, exist_ok=True)
+        client.upload_folder(
+            repo_id=repo_id,
+            folder_path=Path(folder).expanduser(),
+            allow_patterns=list(ARTIFACT_FILES),
+            commit_message=f"Translator saved by kvlingo {__version__}",
+        )
+    return str(address)
+
+
+def from_pretrained(
+    repo_id_or_folder: str | Path,
+    *,
+    source: ModelCard | LanguageModel | None = None,
+    target: ModelCard | LanguageModel | None = None,
+    revision: str | None = None,
+    allow_mismatch: bool = False,
+) -> tuple[Translator, Manifest]:
+    """Load a translator from a folder or, if there is none of that name, from the hub.
+
+    Raises:
+        BadArtifact, IncompatiblePair: as `load_translator`.
+        BadInput: the hub has no such translator, or is out of reach.
+        MissingExtra: `huggingface_hub` is not installed.
+    """
+    name = str(repo_id_or_folder)
+    folder = Path(name).expanduser()
+    if not folder.exists() and REPO_ID.fullmatch(name):
+        folder = download(name, revision)
+    return load_translator(folder, source=source, target=target, allow_mismatch=allow_mismatch)
+
+
+def download(repo_id: str, revision: str | None = None) -> Path:
+    """Fetch a translator's three files into the hub client's cache, resuming an interrupted one."""
+    client = hub()
+    with clear_hub_errors(repo_id):
+        return Path(
+            client.snapshot_download(
+                repo_id, revision=revision, allow_patterns=list(ARTIFACT_FILES)
+            )
+        )
+
+
+def hub() -> Any:
+    """Return the hub's client library."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise MissingExtra("the hub needs huggingface_hub: pip install 'kvlingo[hub]'") from error
+    return huggingface_hub
+
+
+@contextmanager
+def clear_hub_errors(repo_id: str) -> Iterator[None]:
+    """Turn whatever the hub's client raises, in any of its versions, into `BadInput`."""
+    try:
+        yield
+    except Exception as error:
+        raise BadInput(f"{repo_id}: {hub_advice(error)}") from error
+
+
+def hub_advice(error: Exception) -> str:
+    """Say what went wrong at the hub and what to do; kinds go by name, their homes move."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if kinds & UNKNOWN_REPOSITORY:
+        return "no such folder and no such repository; check the name, or log in: hf auth login"
+    if kinds & OUT_OF_REACH:
+        return "no such folder, and the hub is out of reach; check the network and HF_HUB_OFFLINE"
+    what = f"{type(error).__name__}: {first_line(error)}"
+    return f"the hub failed ({what}); try again, or log in: hf auth login"
