@@ -65,7 +65,9 @@ class Reading:
 
     def __post_init__(self) -> None:
         edges = [0, *(edge for content in self.contents for edge in content), len(self.stream)]
-        if len(self.ids) != len(self.spans) or any(a > b for a, b in zip(edges, edges[1:], strict=False)):
+        if len(self.ids) != len(self.spans) or any(
+            a > b for a, b in zip(edges, edges[1:], strict=False)
+        ):
             raise BadInput(
                 f"{len(self.ids)} ids, {len(self.spans)} spans, contents {list(self.contents)[:8]} of "
                 f"{len(self.stream)} bytes don't fit together; give ordered byte ranges inside the reading"
@@ -90,7 +92,9 @@ def read_text(tokenizer: Any, text: str) -> Reading:
     return Reading(ids, spans, _place(stream, text.encode(), (whole,)), stream)
 
 
-def read_chat(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> Reading:
+def read_chat(
+    tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True
+) -> Reading:
     """Render messages with the tokenizer's chat template (or `PLAIN_TEMPLATE`) and tokenise them.
 
     One content per message, empty where the template drops it. BOS comes exactly once, from the template or from here.
@@ -107,7 +111,9 @@ def read_chat(tokenizer: Any, messages: Sequence[Message], *, add_generation_pro
     return Reading(ids, spans, _place(stream, rendered.encode(), in_bytes), stream)
 
 
-def reading_of_ids(tokenizer: Any, ids: Sequence[int] | Tensor, contents: Sequence[Span] | None = None) -> Reading:
+def reading_of_ids(
+    tokenizer: Any, ids: Sequence[int] | Tensor, contents: Sequence[Span] | None = None
+) -> Reading:
     """Spell out ids that are really in a cache.
 
     Without `contents` (byte ranges of the stream) there is one: everything after the leading special tokens and before
@@ -138,7 +144,9 @@ def read_more(tokenizer: Any, reading: Reading, ids: Sequence[int] | Tensor) -> 
 
 def leading_ids(tokenizer: Any) -> tuple[int, ...]:
     """Return the special ids that the tokenizer puts before a text (BOS, or nothing)."""
-    full, plain = (tuple(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
+    full, plain = (
+        tuple(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False)
+    )
     starts = (i for i in range(len(full)) if full[i : i + len(plain)] == plain)
     return full[: next(starts, 0)]
 
@@ -165,7 +173,9 @@ def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
     if not text:
         return ()
     return tuple(
-        tokenizer(text, add_special_tokens=False, truncation=False, padding=False, verbose=False)["input_ids"]
+        tokenizer(text, add_special_tokens=False, truncation=False, padding=False, verbose=False)[
+            "input_ids"
+        ]
     )
 
 
@@ -178,7 +188,9 @@ def _plain_ids(ids: Sequence[int] | Tensor) -> tuple[int, ...]:
     return plain
 
 
-def _inner(spelling: Spelling, ids: Sequence[int], spans: Sequence[Span], stream: bytes, *, at_start: bool) -> Span:
+def _inner(
+    spelling: Spelling, ids: Sequence[int], spans: Sequence[Span], stream: bytes, *, at_start: bool
+) -> Span:
     """Return the bytes between the special tokens at both ends, without the space a tokenizer puts before a text."""
     inner = [i for i, token in enumerate(ids) if not spelling.is_special(token)]
     if not inner:
@@ -200,8 +212,13 @@ def _plain_message(message: Message) -> dict[str, Any]:
         content = ""
     if not isinstance(content, str):
         parts = content if isinstance(content, (list, tuple)) else [content]
-        if not all(isinstance(p, Mapping) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
-            raise BadInput("a message content must be text or a list of text parts; images and other parts can't be read")
+        if not all(
+            isinstance(p, Mapping) and p.get("type") == "text" and isinstance(p.get("text"), str)
+            for p in parts
+        ):
+            raise BadInput(
+                "a message content must be text or a list of text parts; images and other parts can't be read"
+            )
         content = "".join(part["text"] for part in parts)
     return {**message, "content": content}
 
@@ -213,7 +230,10 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], add_generation_promp
     try:
         return str(
             tokenizer.apply_chat_template(
-                messages, chat_template=template, add_generation_prompt=add_generation_prompt, tokenize=False
+                messages,
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
             )
         )
     except Exception as error:  # a template is a foreign program: it raises what it likes
@@ -229,53 +249,79 @@ def _content_ranges(
     text, so that a content is found by its place and not by a search that "user" could lead astray.
     """
     contents = [message["content"] for message in messages]
-    marks = [f"\ue000{i}\ue001" if content.strip() else None for i, content in enumerate(contents)]
-    marked = [{**m, "content": mark or m["content"]} for m, mark in zip(messages, marks, strict=True)]
-    try:
-        skeleton = _render(tokenizer, marked, add_generation_prompt)
-    except BadInput:
-        skeleton = "".join(mark or "" for mark in marks)
-    return _match_skeleton(rendered, skeleton, contents, marks)
-
-
-def _match_skeleton(rendered: str, skeleton: str, contents: list[str], marks: list[str | None]) -> list[Span]:
-    found: list[int] = []
-    literals: list[str] = []
-    cursor = 0
-    for index, mark in enumerate(marks):
-        place = skeleton.find(mark, cursor) if mark else -1
-        if mark and place >= 0:
-            found.append(index)
-            literals.append(skeleton[cursor:place])
-            cursor = place + len(mark)
-    literals.append(skeleton[cursor:])
-
-    placed: dict[int, Span] = {}
-    stop = 0
-    for index, before, after in zip(found, literals, literals[1:], strict=False):
-        place = rendered.find(before, stop)
-        start = place + len(before) if place >= 0 else stop
-        stop = _content_stop(rendered, start, contents[index], after)
-        placed[index] = _kept(rendered, start, stop, contents[index])
-    ranges: list[Span] = []
-    last = 0
-    for index in range(len(contents)):
-        ranges.append(placed.get(index, (last, last)))
-        last = ranges[-1][1]
+    blank = {i for i, content in enumerate(contents) if not content.strip()}
+    for unmarked in (set(), blank):
+        marks = {i: f"\ue000{i}\ue001" for i in range(len(contents)) if i not in unmarked}
+        marked = [{**m, "content": marks.get(i, m["content"])} for i, m in enumerate(messages)]
+        try:
+            skeleton = _Skeleton.cut(_render(tokenizer, marked, add_generation_prompt), marks)
+        except BadInput:
+            skeleton = _Skeleton(list(marks), [""] * (len(marks) + 1))
+        ranges, exact = _walk(rendered, skeleton, contents)
+        if exact:
+            break
     return ranges
 
 
-def _content_stop(rendered: str, start: int, content: str, after: str) -> int:
-    """Return where the content that starts at `start` (verbatim, stripped or rewritten) stops before `after`."""
+@dataclass(frozen=True)
+class _Skeleton:
+    """A rendered chat without its contents: which ones it holds, and the template text around them."""
+
+    found: list[int]
+    literals: list[str]
+
+    @classmethod
+    def cut(cls, marked: str, marks: Mapping[int, str]) -> _Skeleton:
+        """Cut a chat rendered with marks at the marks; one that the template dropped is not found."""
+        found: list[int] = []
+        literals: list[str] = []
+        cursor = 0
+        for index, mark in marks.items():
+            place = marked.find(mark, cursor)
+            if place >= 0:
+                found.append(index)
+                literals.append(marked[cursor:place])
+                cursor = place + len(mark)
+        return cls(found, [*literals, marked[cursor:]])
+
+
+def _walk(rendered: str, skeleton: _Skeleton, contents: list[str]) -> tuple[list[Span], bool]:
+    """Return each content's characters in the chat, and whether the skeleton fits exactly.
+
+    A content that is not there is empty and stands where the one before it ends.
+    """
+    placed: dict[int, Span] = {}
+    stop, exact = 0, True
+    for index, before, after in zip(
+        skeleton.found, skeleton.literals, skeleton.literals[1:], strict=False
+    ):
+        place = rendered.find(before, stop)
+        exact &= place == stop
+        start = place + len(before) if place >= 0 else stop
+        stop, fits = _content_stop(rendered, start, contents[index], after)
+        exact &= fits
+        placed[index] = _kept(rendered, start, stop, contents[index])
+    ranges: list[Span] = []
+    for index in range(len(contents)):
+        last = ranges[-1][1] if ranges else 0
+        ranges.append(placed.get(index, (last, last)))
+    return ranges, exact and rendered[stop:] == skeleton.literals[-1]
+
+
+def _content_stop(rendered: str, start: int, content: str, after: str) -> tuple[int, bool]:
+    """Return where the content from `start` on stops, and whether it is verbatim or stripped.
+
+    Else the template rewrote it: it stops where the template's next text begins.
+    """
     for candidate in (content, content.rstrip(), content.lstrip(), content.strip()):
         stop = start + len(candidate)
         if rendered.startswith(candidate, start) and rendered.startswith(after, stop):
-            return stop
+            return stop, True
     stop = rendered.find(after, start) if after.strip() else -1
-    if stop >= 0:
-        return stop
-    place = rendered.find(content.strip(), start)
-    return place + len(content.strip()) if place >= 0 else start
+    if stop < 0:
+        place = rendered.find(content.strip(), start)
+        stop = place + len(content.strip()) if place >= 0 else start
+    return stop, False
 
 
 def _kept(rendered: str, start: int, stop: int, content: str) -> Span:
@@ -351,12 +397,16 @@ def _spell_with_fallback(piece: str) -> bytes:
 class Spelling:
     """How one tokenizer's ids spell bytes. Spelled ids are kept, so that each is looked up once."""
 
-    def __init__(self, tokenizer: Any, spell_piece: Callable[[str], bytes], byte_fallback: bool = False) -> None:
+    def __init__(self, tokenizer: Any, spell_piece: Callable[[str], bytes]) -> None:
         added = tokenizer.added_tokens_decoder
         self._pieces = tokenizer.convert_ids_to_tokens
         self._spell_piece = spell_piece
-        self._special = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
-        self._spelled: dict[int, bytes] = {i: (token.content or "").encode() for i, token in added.items()}
+        self._special = {i for i, token in added.items() if token.special} | set(
+            tokenizer.all_special_ids
+        )
+        self._spelled: dict[int, bytes] = {
+            i: (token.content or "").encode() for i, token in added.items()
+        }
         self._unknown: set[int] = set()
         self.dummy_space = False
 
@@ -381,22 +431,23 @@ _spellings: WeakKeyDictionary[Any, tuple[int, Spelling]] = WeakKeyDictionary()
 
 def _spelling(tokenizer: Any) -> Spelling:
     """Return the tokenizer's spelling, verified once; anew when tokens have been added since."""
+    backend = _backend(tokenizer)
     size, spelling = _spellings.get(tokenizer, (-1, None))
     if spelling is None or size != len(tokenizer):
-        spelling = _verified(tokenizer, Spelling(tokenizer, _piece_speller(_backend(tokenizer))))
+        spelling = _verified(tokenizer, Spelling(tokenizer, _piece_speller(json.loads(backend.to_str()))))
         _spellings[tokenizer] = (len(tokenizer), spelling)
     return spelling
 
 
-def _backend(tokenizer: Any) -> dict[str, Any]:
+def _backend(tokenizer: Any) -> Any:
+    """Return the `tokenizers.Tokenizer` behind a tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedModel(
             f"{type(tokenizer).__name__} has no tokenizer.json behind it, so its bytes can't be read; "
             "convert it to a fast tokenizer"
         )
-    data: dict[str, Any] = json.loads(backend.to_str())
-    return data
+    return backend
 
 
 def _parts(component: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
@@ -420,7 +471,9 @@ def _piece_speller(backend: Mapping[str, Any]) -> Callable[[str], bytes]:
         return _spell_byte_level
     if "ByteFallback" in kinds:
         return _spell_with_fallback
-    if "Metaspace" in kinds or any(p["type"] == "Replace" and p["pattern"] == {"String": _SPACE} for p in parts):
+    if "Metaspace" in kinds or any(
+        p["type"] == "Replace" and p["pattern"] == {"String": _SPACE} for p in parts
+    ):
         return _spell_sentencepiece
     raise UnsupportedModel(
         f"the tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) is neither byte-level nor sentencepiece-like, "
@@ -431,7 +484,8 @@ def _piece_speller(backend: Mapping[str, Any]) -> Callable[[str], bytes]:
 def _verified(tokenizer: Any, spelling: Spelling) -> Spelling:
     """Check on probe texts that ids spell the text they came from, and see whether a space is put before it.
 
-    Probes that need the unknown token say nothing, at least one must do without.
+    Spaces may be added (before the text, after added tokens). Probes that need the unknown token
+    say nothing, at least one must do without.
     """
     unknown = tokenizer.unk_token_id
     checked = 0
@@ -440,8 +494,8 @@ def _verified(tokenizer: Any, spelling: Spelling) -> Spelling:
         if unknown in ids:
             continue
         wanted, got = (_canonical(text)[0] for text in (probe.encode(), spelling.spell(ids)[0]))
-        spelling.dummy_space |= got == " " + wanted
-        if got != wanted and got != " " + wanted:
+        spelling.dummy_space |= got[:1] == " " != wanted[:1]
+        if got.split() != wanted.split():
             raise UnsupportedModel(
                 f"the tokenizer's ids spell {got[:40]!r} where it read {wanted[:40]!r}, so its bytes can't be "
                 "trusted; use a model whose tokenizer keeps its text"
@@ -489,7 +543,9 @@ class Correspondence:
             return self.source[knot]
         t0, t1 = self.target[knot - 1 : knot + 1]
         s0, s1 = self.source[knot - 1 : knot + 1]
-        return s0 - (s0 - s1) * (offset - t0) // (t1 - t0)  # rounded up: whole bytes that hold the image
+        return s0 - (s0 - s1) * (offset - t0) // (
+            t1 - t0
+        )  # rounded up: whole bytes that hold the image
 
 
 _ANCHOR, _NEAR, _FAR = 6, 24, 24
@@ -620,9 +676,9 @@ def _canonical(data: bytes) -> tuple[str, list[int]]:
 def align(source: Reading, target: Reading) -> Tensor:
     """Return, for each target token, the index of the source token that feeds it: LongTensor [target tokens].
 
-    Readings that start with the same ids are aligned one to one there. Elsewhere the k-th content of one corresponds
-    to the k-th of the other, byte by byte, and a target token takes the first source token that has read up to the
-    target token's end:
+    Where one reading's ids are the start of the other's, they are aligned one to one. Else the k-th
+    content of one corresponds to the k-th of the other, byte by byte, and a target token takes the
+    first source token that has read up to its end:
 
         alignment[j] = min { i : source.spans[i].stop >= image(target.spans[j].stop) }
 
@@ -635,16 +691,16 @@ def align(source: Reading, target: Reading) -> Tensor:
     shared = _same_start(source, target)
     alignment = torch.full((len(target),), -1, dtype=torch.long)
     alignment[:shared] = torch.arange(shared)
-    if shared == len(source):
+    if shared in (len(source), len(target)):
         return alignment
     image = _image(source, target)
     stops = [stop for _, stop in source.spans]
     fed: list[int] = []
-    for _, stop in target.spans[shared:]:
+    for _, stop in target.spans:
         if stop > image.target[-1]:
             break
-        fed.append(max(bisect_left(stops, image.before(stop)), shared - 1))
-    alignment[shared : shared + len(fed)] = torch.tensor(fed, dtype=torch.long)
+        fed.append(bisect_left(stops, image.before(stop)))
+    alignment[: len(fed)] = torch.tensor(fed, dtype=torch.long)
     return alignment
 
 
@@ -659,12 +715,10 @@ def last_at_source_start(alignment: Tensor) -> int:
 
 
 def _same_start(source: Reading, target: Reading) -> int:
-    """Return how many leading tokens are the same ids over the same bytes."""
+    """Return how many leading tokens are the same, where one reading is the start of the other."""
     tokens = min(len(source), len(target))
-    if source.ids[:tokens] == target.ids[:tokens] and source.spans[:tokens] == target.spans[:tokens]:
-        return tokens
-    pairs = zip(source.ids, source.spans, target.ids, target.spans, strict=False)
-    return next(n for n, (a, x, b, y) in enumerate(pairs) if a != b or x != y)
+    same = source.ids[:tokens] == target.ids[:tokens]
+    return tokens if same and source.spans[:tokens] == target.spans[:tokens] else 0
 
 
 def _image(source: Reading, target: Reading) -> Correspondence:
@@ -739,7 +793,11 @@ def tokenizer_relation(a: Any, b: Any) -> TokenizerRelation:
     if base_a != base_b or any(_encode(a, probe) != _encode(b, probe) for probe in PROBES):
         return TokenizerRelation("different")
     differing = {text for text, _ in added_a ^ added_b}
-    return TokenizerRelation("same_base", tuple(sorted(differing))) if differing else TokenizerRelation("same")
+    return (
+        TokenizerRelation("same_base", tuple(sorted(differing)))
+        if differing
+        else TokenizerRelation("same")
+    )
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
@@ -756,9 +814,11 @@ def _identity(tokenizer: Any) -> tuple[str, AddedTokens]:
     """Return the digest of the model without its added tokens, and those with their ids and matching rules."""
     size, base, added = _identities.get(tokenizer, (-1, "", frozenset()))
     if size != len(tokenizer):
-        backend = _backend(tokenizer)
+        backend = json.loads(_backend(tokenizer).to_str())
         rules = ("id", "special", "normalized", "single_word", "lstrip", "rstrip")
-        added = frozenset((t["content"], tuple(t[rule] for rule in rules)) for t in backend["added_tokens"])
+        added = frozenset(
+            (t["content"], tuple(t[rule] for rule in rules)) for t in backend["added_tokens"]
+        )
         base = _base_digest(backend)
         _identities[tokenizer] = (len(tokenizer), base, added)
     return base, added
@@ -768,7 +828,11 @@ def _base_digest(backend: Mapping[str, Any]) -> str:
     model = backend["model"]
     added = {token["content"] for token in backend["added_tokens"]}
     vocab = model["vocab"]
-    pieces = vocab.items() if isinstance(vocab, dict) else ((p, (i, s)) for i, (p, s) in enumerate(vocab))
+    pieces = (
+        vocab.items()
+        if isinstance(vocab, dict)
+        else ((p, (i, s)) for i, (p, s) in enumerate(vocab))
+    )
     base = sorted((piece, place) for piece, place in pieces if piece not in added)
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges") or ()]
     options = [model.get(name) for name in ("type", "byte_fallback", "ignore_merges")]

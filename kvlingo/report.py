@@ -1,10 +1,11 @@
 """The verdict on a translator: every arm in one table, as an object, as JSON, and on the screen.
 
-Knows which arms there are and which of them a translator has to beat. Does not know models or texts, and computes no figure itself:
-`metrics` does.
+Knows which arms there are and which of them a translator has to beat. Does not know models or
+texts, and computes no figure itself: `metrics` does.
 
-A translated cache that lowers the loss proves little: text features alone, a short native tail, or a cache from another document lower it too.
-So the verdict is PASS only if the translated cache is closer to native than each of those, by paired intervals.
+A translated cache that lowers the loss proves little: text features alone, a short native tail, or
+a cache from another document lower it too. So the verdict is PASS only if the translated cache is
+closer to native than each of those, by paired intervals.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib import metadata
@@ -31,14 +32,16 @@ from kvlingo.errors import BadArtifact
 from kvlingo.metrics import (
     CONFIDENCE,
     FEW_CLUSTERS,
+    POSITION_BANDS,
     RESAMPLES,
     DocumentScores,
     Estimate,
+    Ratio,
     arm_ratios,
     byte_counts,
     check_scores,
     cluster_bootstrap,
-    estimate,
+    estimates,
     kl_band_ratios,
     paired_kl_ratio,
 )
@@ -56,13 +59,22 @@ ARMS = (
 )
 CONTROLS = ("token_only", "tail_only", "wrong_document", "random_map")
 SELF_CHECK_NATS = 1e-6
+COLUMNS = (
+    "KL to native,\nnats",
+    "worse than\ntranslated by",
+    "\ntop-1",
+    "NLL,\nnats",
+    "bits/\nbyte",
+    "share kept",
+)
+WIDE = 104
 
 ArmMetrics = dict[str, dict[str, Estimate | None]]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What an evaluation found. Plain values only, none of them NaN: it is the JSON object, with names.
+    """What an evaluation found: the JSON object, with names. Plain values only, none of them NaN.
 
     Fields:
         verdict: "PASS" or "FAIL".
@@ -70,14 +82,15 @@ class Report:
         notes: what a reader has to know to read the figures, e.g. why one is null.
         arms: arm -> metric -> {"mean", "low", "high"}; a metric that the arm can't have is None.
         kl_by_position: arm -> "1" | "2-8" | "rest" -> KL in nats.
-        paired: arm -> {"kl_difference_nats": KL of the arm minus KL of `translated`}; above 0, `translated` is better.
+        paired: arm -> {"kl_difference_nats": KL of the arm minus KL of `translated`}; above 0,
+            `translated` is better.
         by_kind: kind of text -> {"num_documents", "num_clusters", "arms"}.
         pair: the two models.
         plan: the hand-over the documents were scored under.
         num_documents, num_clusters: held-out documents, and the books or sites they are from.
         bootstrap: what was drawn, how often, from which seed.
-        self_check: largest KL of native to itself at any position, in nats; None if native was not scored.
-        attention_output_cosine: {"mean", "worst_layer", "worst_layer_index"}, or None if not measured.
+        self_check: largest KL of native to itself at any position, in nats; None if not scored.
+        attention_output_cosine: {"mean", "worst_layer", "worst_layer_index"}; None if not measured.
         passkey: arm -> share of codes recalled, or None if not measured.
         environment: see `environment_card`.
     """
@@ -117,7 +130,6 @@ class Report:
             BadInput: the arms can't be compared; see `metrics.check_scores`.
         """
         check_scores(scores)
-        names = arm_order(scores)
         weights = draw(scores, seed)
         arms, paired = summarise_arms(scores, weights), paired_differences(scores, weights)
         itself = self_check(scores)
@@ -127,7 +139,7 @@ class Report:
             reasons=reasons,
             notes=tuple(notes(scores, arms)),
             arms=arms,
-            kl_by_position={name: kl_by_position(scores, name, weights) for name in names},
+            kl_by_position=positions_of_arms(scores, weights),
             paired=paired,
             by_kind=by_kind(scores, seed),
             pair=plain(pair),
@@ -160,8 +172,8 @@ class Report:
         names = {field.name for field in fields(cls)}
         if data.keys() != names:
             raise BadArtifact(
-                f"not an evaluation report of this version: missing {sorted(names - data.keys())}, unknown"
-                f" {sorted(data.keys() - names)}; run the evaluation again"
+                f"not an evaluation report of this version: missing {sorted(names - data.keys())},"
+                f" unknown {sorted(data.keys() - names)}; run the evaluation again"
             )
         return cls(**{**data, "reasons": tuple(data["reasons"]), "notes": tuple(data["notes"])})
 
@@ -179,18 +191,24 @@ class Report:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise BadArtifact(f"the report is not JSON ({error}); run the evaluation again") from None
+            raise BadArtifact(
+                f"the report is not JSON ({error}); run the evaluation again"
+            ) from None
         if not isinstance(data, dict):
-            raise BadArtifact(f"the report is a {type(data).__name__}, not an object; run the evaluation again")
+            raise BadArtifact(
+                f"the report is a {type(data).__name__}, not an object; run the evaluation again"
+            )
         return cls.from_dict(data)
 
     def render(self, console: Console) -> None:
         """Print the arms table, the verdict in one line, and what else was measured."""
-        console.print(arms_table(self))
-        console.print(verdict_line(self), style="green" if self.passed else "bold red")
+        style = "green" if self.passed else "bold red"
+        say(console, title(self), style="italic")
+        console.print(arms_table(self, wide=console.width >= WIDE))
+        say(console, verdict_line(self), style=style)
         console.print(position_table(self))
         for line in (*beside_lines(self), *self.notes):
-            console.print(f"· {escape(line)}", style="dim", highlight=False)
+            say(console, f"· {line}", style="dim")
 
 
 def arm_order(scores: Sequence[DocumentScores]) -> tuple[str, ...]:
@@ -218,41 +236,39 @@ def bootstrap_card(scores: Sequence[DocumentScores], seed: int) -> dict[str, Any
 
 def summarise_arms(scores: Sequence[DocumentScores], weights: Tensor) -> ArmMetrics:
     """Return every metric of every arm with its interval."""
-    return {
-        arm: {
-            metric: None if ratio is None else estimate(ratio, weights)
-            for metric, ratio in arm_ratios(scores, arm).items()
-        }
-        for arm in arm_order(scores)
-    }
+    return estimate_all({arm: arm_ratios(scores, arm) for arm in arm_order(scores)}, weights)
 
 
-def kl_by_position(
-    scores: Sequence[DocumentScores], arm: str, weights: Tensor
-) -> dict[str, Estimate | None] | None:
-    """Return the arm's KL at the first, the next seven and the later positions."""
-    bands = kl_band_ratios(scores, arm)
-    return None if bands is None else {k: estimate(ratio, weights) for k, ratio in bands.items()}
+def positions_of_arms(
+    scores: Sequence[DocumentScores], weights: Tensor
+) -> dict[str, dict[str, Estimate | None] | None]:
+    """Return every arm's KL at the first, the next seven and the later positions."""
+    bands = {arm: kl_band_ratios(scores, arm) for arm in arm_order(scores)}
+    found = estimate_all(
+        {arm: ratios for arm, ratios in bands.items() if ratios is not None}, weights
+    )
+    return {arm: found.get(arm) for arm in bands}
 
 
 def paired_differences(scores: Sequence[DocumentScores], weights: Tensor) -> ArmMetrics:
-    """Return how much further from native than `translated` every other arm is, in the same resamples."""
+    """Return how much further from native than `translated` every other arm is."""
     if "translated" not in scores[0].arms:
         return {}
-    ratios = {
-        arm: paired_kl_ratio(scores, arm, "translated")
-        for arm in arm_order(scores)
-        if arm not in ("native", "translated")
-    }
-    return {
-        arm: {"kl_difference_nats": estimate(ratio, weights)}
-        for arm, ratio in ratios.items()
-        if ratio is not None
-    }
+    rivals = [arm for arm in arm_order(scores) if arm not in ("native", "translated")]
+    ratios = {arm: paired_kl_ratio(scores, arm, "translated") for arm in rivals}
+    held = {arm: {"kl_difference_nats": r} for arm, r in ratios.items() if r is not None}
+    return estimate_all(held, weights)
+
+
+def estimate_all(ratios: Mapping[str, Mapping[str, Ratio | None]], weights: Tensor) -> ArmMetrics:
+    """Estimate the ratios of every arm together, which is much quicker than one at a time."""
+    flat = {(arm, name): r for arm, named in ratios.items() for name, r in named.items()}
+    found = estimates(flat, weights)
+    return {arm: {name: found[arm, name] for name in named} for arm, named in ratios.items()}
 
 
 def by_kind(scores: Sequence[DocumentScores], seed: int) -> dict[str, dict[str, Any]]:
-    """Return the arms for each kind of text by itself, with intervals over that kind's own clusters."""
+    """Return the arms for each kind of text, with intervals over that kind's own clusters."""
     kinds: dict[str, list[DocumentScores]] = {}
     for document in scores:
         kinds.setdefault(document.kind, []).append(document)
@@ -267,21 +283,19 @@ def by_kind(scores: Sequence[DocumentScores], seed: int) -> dict[str, dict[str, 
 
 
 def self_check(scores: Sequence[DocumentScores]) -> float | None:
-    """Return the largest |KL(native ‖ native)| at any position: 0 up to rounding, or the metric is broken."""
+    """Return the largest |KL(native ‖ native)|: 0 up to rounding, or the metric is broken."""
     kls = [d.arms["native"].kl_nats for d in scores if "native" in d.arms]
     values = [kl.detach().double().abs().cpu() for kl in kls if kl is not None and len(kl)]
     return float(torch.cat(values).max()) if values else None
 
 
-def why_failed(
-    arms: ArmMetrics, paired: ArmMetrics, itself: float | None
-) -> tuple[str, ...]:
+def why_failed(arms: ArmMetrics, paired: ArmMetrics, itself: float | None) -> tuple[str, ...]:
     """Return the reasons against a PASS, none if there is none."""
     reasons = []
     if itself is None:
         reasons.append("native has no KL, so the self-check could not be made")
     elif not itself <= SELF_CHECK_NATS:
-        reasons.append(f"KL of native to itself is {itself:.1e} nats, above {SELF_CHECK_NATS:.0e}")
+        reasons.append(f"KL of native to itself is {itself:.1e} nats, not {SELF_CHECK_NATS:.0e}")
     if "translated" not in arms:
         return (*reasons, "translated was not scored")
     if arms["translated"]["kl_nats"] is None:
@@ -299,7 +313,8 @@ def why_not_beaten(control: str, arms: ArmMetrics, paired: ArmMetrics) -> str | 
     if difference["low"] is None:
         return f"the KL difference of {control} to translated has no interval"
     if difference["low"] <= 0:
-        return f"translated does not beat {control} (KL difference {signed(difference)} nats)"
+        shown = with_interval(difference, sign="+")
+        return f"translated does not beat {control} (KL difference {shown} nats)"
     return None
 
 
@@ -309,7 +324,10 @@ def notes(scores: Sequence[DocumentScores], arms: ArmMetrics) -> Iterable[str]:
     if len(scores) < 2:
         yield "one document: no intervals"
     elif clusters < FEW_CLUSTERS:
-        yield f"only {clusters} clusters: documents inside them are drawn too, and intervals say little about other books or sites"
+        yield (
+            f"only {clusters} cluster{'s' * (clusters > 1)}: documents inside are drawn too, and"
+            " the intervals say little about other books or sites"
+        )
     yield from share_notes(scores, arms)
     yield from source_notes(scores)
     unscored = [arm for arm in ARMS if arm not in arms and arm not in CONTROLS]
@@ -340,58 +358,74 @@ def source_notes(scores: Sequence[DocumentScores]) -> Iterable[str]:
     """Say how the source model's own figures differ."""
     if "source_alone" not in scores[0].arms:
         return
-    yield "source_alone predicts with its own vocabulary: no KL, no top-1, and its NLL is per token of its own"
+    yield "source_alone has its own vocabulary: no KL, no top-1, and NLL is per token of its own"
     if byte_counts(scores, "source_alone").tolist() != [document.num_bytes for document in scores]:
-        yield "source_alone scored other bytes than the rest: compare bits per byte only; its share kept is null"
+        yield "source_alone scored other bytes: compare bits per byte only; its share kept is null"
 
 
-def arms_table(report: Report) -> Table:
+def say(console: Console, line: str, style: str) -> None:
+    """Print one line as it is: no markup, no breaks."""
+    console.print(escape(line), style=style, highlight=False, soft_wrap=True)
+
+
+def arms_table(report: Report, *, wide: bool) -> Table:
     """Return the table of all arms; on a narrow console every interval goes below its mean."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title(report), title_justify="left")
-    table.add_column("cache the target reads")
-    for header in ("KL to native, nats", "worse than translated by", "top-1", "NLL, nats", "bits/byte", "share kept"):
-        table.add_column(header, justify="right")
-    for arm, metrics in report.arms.items():
-        difference = report.paired.get(arm, {}).get("kl_difference_nats")
-        cells = (
-            with_interval(metrics["kl_nats"]),
-            signed(difference) if difference else "–",
-            *(mean_only(metrics[name]) for name in ("top1_agreement", "nll_nats", "bits_per_byte")),
-            with_interval(metrics["share_kept"]),
-        )
-        table.add_row(arm, *cells, style="bold" if arm == "translated" else None)
+    table = arm_table("cache the\ntarget reads")
+    for header in COLUMNS:
+        table.add_column(header, justify="right", no_wrap=True)
+    for arm in report.arms:
+        table.add_row(arm, *arm_cells(report, arm, wide))
     return table
+
+
+def arm_cells(report: Report, arm: str, wide: bool) -> Iterable[str]:
+    """Return the figures of one arm, in the order of `COLUMNS`."""
+    metrics = report.arms[arm]
+    yield with_interval(metrics["kl_nats"], wide=wide)
+    difference = report.paired.get(arm, {}).get("kl_difference_nats")
+    yield with_interval(difference, wide=wide, sign="+")
+    for name in ("top1_agreement", "nll_nats", "bits_per_byte"):
+        yield number(metrics[name])
+    yield with_interval(metrics["share_kept"], wide=wide)
 
 
 def position_table(report: Report) -> Table:
     """Return KL by continuation position."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="KL by position, nats", title_justify="left")
-    table.add_column("")
-    bands = [bands for bands in report.kl_by_position.values() if bands is not None]
-    names = tuple(bands[0]) if bands else ()
-    for name in names:
-        table.add_column(name, justify="right")
-    for arm, values in report.kl_by_position.items():
-        if values is not None:
-            table.add_row(arm, *(with_interval(values[name]) for name in names))
+    table = arm_table("KL by position")
+    for name in POSITION_BANDS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for arm, bands in report.kl_by_position.items():
+        if bands is not None:
+            table.add_row(arm, *(with_interval(bands[name]) for name in POSITION_BANDS))
+    return table
+
+
+def arm_table(first: str) -> Table:
+    """Return an empty table with a column for the arms."""
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    table.add_column(first, no_wrap=True)
     return table
 
 
 def title(report: Report) -> str:
     """Name the pair and the size of the evidence."""
-    sides = " → ".join(str(report.pair[side]) for side in ("source", "target") if side in report.pair)
-    size = f"{report.num_documents} documents from {report.num_clusters} clusters, means [95 % intervals]"
-    return escape(f"{sides}: {size}" if sides else size)
+    sides = " → ".join(
+        str(report.pair[side]) for side in ("source", "target") if side in report.pair
+    )
+    size = (
+        f"{report.num_documents} documents, {report.num_clusters} clusters, means [95 % intervals]"
+    )
+    return f"{sides}: {size}" if sides else size
 
 
 def verdict_line(report: Report) -> str:
     """Return the verdict in one line, with its reasons."""
     if not report.passed:
-        return escape(f"FAIL: {'; '.join(report.reasons)}")
+        return f"FAIL: {'; '.join(report.reasons)}"
     low = min(low_end(report.paired[arm]["kl_difference_nats"]) for arm in CONTROLS)
     return (
         f"PASS: translated is closer to native than {', '.join(CONTROLS[:-1])} and {CONTROLS[-1]}"
-        f" (every paired interval lies above {low:.3f} nats)"
+        f" (every paired interval lies above {figure(low)} nats)"
     )
 
 
@@ -415,36 +449,35 @@ def beside_lines(report: Report) -> Iterable[str]:
         yield f"self-check, KL of native to itself: {report.self_check:.1e} nats"
 
 
-def with_interval(value: Estimate | None) -> str:
-    """Format a mean and its interval."""
-    return "–" if value is None else f"{value['mean']:.3f}{interval(value, '.3f')}"
-
-
-def signed(value: Estimate) -> str:
-    """Format a difference and its interval, with signs."""
-    return f"{value['mean']:+.3f}{interval(value, '+.3f')}"
-
-
-def interval(value: Estimate, form: str) -> str:
-    """Format an interval, empty where there is none."""
+def with_interval(value: Estimate | None, *, wide: bool = True, sign: str = "") -> str:
+    """Format a mean and its interval, beside it or below it."""
+    if value is None:
+        return "–"
     low, high = value["low"], value["high"]
-    return "" if low is None or high is None else f" [{low:{form}},\u00a0{high:{form}}]"
-
-
-def mean_only(value: Estimate | None) -> str:
-    """Format a mean."""
-    return "–" if value is None else f"{value['mean']:.3f}"
+    if low is None or high is None:
+        return figure(value["mean"], sign)
+    gap, comma = (" ", ", ") if wide else ("\n", ",")
+    return f"{figure(value['mean'], sign)}{gap}[{figure(low)}{comma}{figure(high)}]"
 
 
 def number(value: Any) -> str:
-    """Format a figure given by the caller: a number, an estimate, or nothing."""
+    """Format a mean: of a number, an estimate, or nothing."""
     if isinstance(value, dict):
         value = value.get("mean")
-    return f"{value:.3f}" if isinstance(value, int | float) else "–"
+    return figure(value) if isinstance(value, int | float) else "–"
+
+
+def figure(value: float, sign: str = "") -> str:
+    """Format a number in about five characters, so that a small one is not shown as zero."""
+    size = abs(value)
+    if 0 < size < 5e-4:
+        return f"{value:{sign}.0e}"
+    decimals = 3 if size < 10 else 2 if size < 100 else 1
+    return f"{value + 0.0:{sign}.{decimals}f}"
 
 
 def plain(value: Any) -> Any:
-    """Turn a value into what JSON can hold and gives back unchanged: lists, string keys, None for NaN and infinities."""
+    """Turn a value into what JSON gives back unchanged; NaN and infinities become None."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -1,0 +1,424 @@
+"""Stage 2: self-distillation of the maps through the frozen target.
+
+    loss = KL(p_native ‖ p_translated) + λ · CE,  gradients into the maps alone (arXiv 2609.32610, stage 2).
+
+Knows examples, hand-over plans and translators. Trains under the plan that serving uses: sinks and a random tail native,
+the rest translated. Works in whitened coordinates, without which small rates make the maps worse.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from kvlingo.corpus import Example, random_examples
+from kvlingo.errors import BadInput
+from kvlingo.handoff import assemble, continuation_logits
+from kvlingo.metrics import kl_nats, masked_mean, nll_nats
+from kvlingo.models import LanguageModel, read
+from kvlingo.plan import plan_handoff
+from kvlingo.ridge import factor
+from kvlingo.stats import GramStats
+from kvlingo.texts import Document
+from kvlingo.translator import LayerMap, LinearMap, LowRankMap, Translator
+
+CHECKPOINT_EVERY_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class DistillOptions:
+    """How long and how to train.
+
+    Fields:
+        steps, minutes: stop at whichever comes first; None for no such bound.
+        batch: hand-overs per optimiser step, read one after another (gradient accumulation).
+        tails: tail lengths to draw from.
+        ce_weight: λ of the cross-entropy term.
+        whitening_damping: relative to the mean diagonal, as in ridge.
+    """
+
+    steps: int | None = None
+    minutes: float | None = 10.0
+    batch: int = 8
+    learning_rate: float = 1e-4
+    warmup_share: float = 0.05
+    clip: float = 1.0
+    ce_weight: float = 0.1
+    context_tokens: tuple[int, ...] = (64, 128, 192, 256, 384, 512)
+    continuation_tokens: int = 96
+    tails: tuple[int, ...] = (1, 1, 1, 2, 4, 8, 16)
+    chat_share: float = 0.15
+    judge_every: int = 25
+    judged_examples: int = 16
+    judged_context: tuple[int, ...] = (192, 512)
+    whitening_damping: float = 1e-3
+    seed: int = 0
+
+
+@dataclass
+class Curve:
+    """What training did, step by step; saved as JSON and drawn."""
+
+    steps: list[int] = field(default_factory=list)
+    loss_nats: list[float] = field(default_factory=list)
+    judged_steps: list[int] = field(default_factory=list)
+    held_out_kl_nats: list[float] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain dict."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """The best translator on held-out text (the one that training started from, if none was better)."""
+
+    translator: Translator
+    curve: Curve
+    best_step: int
+    steps: int
+    seconds: float
+
+
+Report = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Coordinate:
+    """One trained parameter in better coordinates: parameter = base + left @ delta * right."""
+
+    parameter: nn.Parameter
+    base: Tensor
+    delta: nn.Parameter
+    left: Tensor | None
+    right: Tensor | None
+
+    def pull_gradient(self) -> None:
+        """Carry the gradient from the parameter to delta."""
+        gradient = self.parameter.grad
+        if gradient is None:
+            raise RuntimeError("a map got no gradient: the translated cache does not reach the loss")
+        if self.right is not None:
+            gradient = gradient * self.right
+        self.delta.grad = gradient if self.left is None else self.left.T @ gradient
+        self.parameter.grad = None
+
+    @torch.no_grad()
+    def push_value(self) -> None:
+        """Set the parameter from delta."""
+        moved = self.delta if self.left is None else self.left @ self.delta
+        self.parameter.copy_(self.base + (moved if self.right is None else moved * self.right))
+
+
+def coordinates(translator: Translator, stats: GramStats, options: DistillOptions) -> list[Coordinate]:
+    """Whiten every map's inputs and scale its outputs to unit variance.
+
+    With the features' correlation matrix C = L Lᵀ, left = L⁻ᵀ makes the inputs white; right is the outputs' standard
+    deviation. Both are merged into the weights at every step: nothing of this is left after training.
+    """
+    found: list[Coordinate] = []
+    for layer, layer_map in translator.maps.items():
+        assert isinstance(layer_map, LayerMap)
+        moments = stats.moments(translator.config.blocks(int(layer)), f"target/{layer}")
+        scale = moments.output_variance.clamp(min=0).sqrt().to(layer_map.bias)
+        whitened = [p for p in (layer_map.linear,) if isinstance(p, LinearMap | LowRankMap)]
+        left = None
+        if whitened:
+            lower, _ = factor(moments.gram, options.whitening_damping)
+            eye = torch.eye(len(lower), dtype=lower.dtype)
+            left = torch.linalg.solve_triangular(lower.T, eye, upper=True).to(layer_map.bias)
+        for name, parameter in layer_map.named_parameters():
+            takes_left = name in ("linear.weight", "linear.down")
+            ends_in_outputs = parameter.shape[-1] == len(scale) and name != "residual.leave.weight"
+            found.append(
+                Coordinate(
+                    parameter,
+                    parameter.detach().clone(),
+                    nn.Parameter(torch.zeros_like(parameter)),
+                    left if takes_left else None,
+                    scale if ends_in_outputs else None,
+                )
+            )
+    return found
+
+
+def distill(
+    translator: Translator,
+    source: LanguageModel,
+    target: LanguageModel,
+    training: Sequence[Document],
+    held_out: Sequence[Document],
+    stats: GramStats,
+    options: DistillOptions | None = None,
+    *,
+    work_dir: Path | None = None,
+    report: Report | None = None,
+) -> Distilled:
+    """Train a translator's maps through the frozen target; keep the best on held-out text.
+
+    `translator` is trained in place and ends up holding the best weights. With `work_dir`, a checkpoint is kept there and a
+    second run goes on from it. Raises `BadInput` for too little text.
+    """
+    options = options or DistillOptions()
+    if options.steps is None and options.minutes is None:
+        raise BadInput("distilling needs an end: give --steps or --minutes")
+    run = Run(translator, source, target, list(training), stats, options, work_dir, report)
+    return run.train(judged_examples(held_out, source, target, options))
+
+
+class Run:
+    """One distillation: its state, its steps, its checkpoint."""
+
+    def __init__(
+        self,
+        translator: Translator,
+        source: LanguageModel,
+        target: LanguageModel,
+        training: list[Document],
+        stats: GramStats,
+        options: DistillOptions,
+        work_dir: Path | None,
+        report: Report | None,
+    ) -> None:
+        self.translator, self.source, self.target = translator.train(), source, target
+        self.training, self.options, self.report = training, options, report
+        self.file = None if work_dir is None else work_dir / "distillation.safetensors"
+        self.coordinates = coordinates(translator, stats, options)
+        self.optimizer = torch.optim.AdamW(
+            [c.delta for c in self.coordinates], lr=options.learning_rate, weight_decay=0.0
+        )
+        self.curve, self.step, self.seconds = Curve(), 0, 0.0
+        self.best = {k: v.clone() for k, v in translator.state_dict().items()}
+        self.best_kl, self.best_step = math.inf, 0
+        self.tokens_read = 0
+
+    def train(self, judged: list[Judged]) -> Distilled:
+        """Run to the end of the options' bounds."""
+        self.restore()
+        started, saved = time.monotonic() - self.seconds, time.monotonic()
+        if self.step == 0:
+            self.judge(judged)
+        try:
+            while not self.finished():
+                loss = self.one_step()
+                self.seconds = time.monotonic() - started
+                self.curve.steps.append(self.step)
+                self.curve.loss_nats.append(loss)
+                if self.step % self.options.judge_every == 0 or self.finished():
+                    self.judge(judged)
+                self.tell(loss)
+                if time.monotonic() - saved > CHECKPOINT_EVERY_SECONDS:
+                    self.checkpoint()
+                    saved = time.monotonic()
+        except BaseException:
+            self.checkpoint()
+            raise
+        if self.curve.judged_steps[-1] != self.step:
+            self.judge(judged)
+        self.checkpoint()
+        self.translator.load_state_dict(self.best)
+        return Distilled(self.translator.eval(), self.curve, self.best_step, self.step, self.seconds)
+
+    def progress(self) -> float:
+        """Return how much of the run is done, 0 … 1."""
+        options = self.options
+        by_steps = self.step / options.steps if options.steps else 0.0
+        by_time = self.seconds / (60 * options.minutes) if options.minutes else 0.0
+        return max(by_steps, by_time)
+
+    def finished(self) -> bool:
+        """Say whether a bound is reached."""
+        return self.progress() >= 1
+
+    def rate(self) -> float:
+        """Return the learning rate now: linear warm-up, then cosine to 0, over the run's progress."""
+        done, warm = min(self.progress(), 1.0), self.options.warmup_share
+        if done < warm:
+            return self.options.learning_rate * (done / warm + 1e-2)
+        return self.options.learning_rate * 0.5 * (1 + math.cos(math.pi * (done - warm) / (1 - warm)))
+
+    def one_step(self) -> float:
+        """Accumulate one batch and move the maps once; return the batch's mean loss."""
+        options = self.options
+        seed = f"{options.seed}-{self.step}"
+        batch = random_examples(
+            self.training,
+            self.source.tokenizer,
+            self.target.tokenizer,
+            context_tokens=options.context_tokens,
+            continuation_tokens=options.continuation_tokens,
+            chat_share=options.chat_share,
+            seed=seed,
+            count=options.batch,
+        )
+        rng = random.Random(seed)
+        total = 0.0
+        for example in batch:
+            loss = example_loss(
+                self.translator, self.source, self.target, example, rng.choice(options.tails), options.ce_weight
+            )
+            (loss / len(batch)).backward()
+            total += float(loss.detach())
+            self.tokens_read += example.context_tokens + options.continuation_tokens
+        for coordinate in self.coordinates:
+            coordinate.pull_gradient()
+        nn.utils.clip_grad_norm_([c.delta for c in self.coordinates], options.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate()
+        self.optimizer.step()
+        for coordinate in self.coordinates:
+            coordinate.push_value()
+        self.step += 1
+        return total / len(batch)
+
+    def judge(self, judged: list[Judged]) -> None:
+        """Measure held-out KL; remember the weights if they are the best so far."""
+        kl = judged_kl(self.translator, self.target, judged)
+        self.curve.judged_steps.append(self.step)
+        self.curve.held_out_kl_nats.append(kl)
+        if kl < self.best_kl:
+            self.best_kl, self.best_step = kl, self.step
+            self.best = {k: v.clone() for k, v in self.translator.state_dict().items()}
+
+    def tell(self, loss: float) -> None:
+        """Report progress."""
+        if self.report is not None:
+            self.report(
+                {
+                    "step": self.step,
+                    "loss_nats": loss,
+                    "held_out_kl_nats": self.curve.held_out_kl_nats[-1],
+                    "progress": min(self.progress(), 1.0),
+                    "seconds": self.seconds,
+                    "tokens_per_second": self.tokens_read / max(self.seconds, 1e-9),
+                }
+            )
+
+    # --- checkpoint ---
+
+    def checkpoint(self) -> None:
+        """Write all state, whole or not at all."""
+        if self.file is None:
+            return
+        tensors = {f"best.{k}": v for k, v in self.best.items()}
+        for i, c in enumerate(self.coordinates):
+            tensors |= {f"delta.{i}": c.delta.data, f"base.{i}": c.base}
+            state = self.optimizer.state.get(c.delta, {})
+            tensors |= {f"{k}.{i}": v for k, v in state.items() if isinstance(v, Tensor)}
+        note = {
+            "options": json.dumps(asdict(self.options), sort_keys=True),
+            "curve": self.curve.to_json(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "best_kl": self.best_kl,
+            "best_step": self.best_step,
+        }
+        encoded = torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.file.with_suffix(".part")
+        save_file({**{k: v.contiguous().clone() for k, v in tensors.items()}, "note": encoded}, temporary)
+        temporary.replace(self.file)
+
+    def restore(self) -> None:
+        """Go on from a checkpoint that belongs to this translator; bounds (steps, minutes) may differ."""
+        if self.file is None or not self.file.exists():
+            return
+        tensors = load_file(self.file)
+        note = json.loads(bytes(tensors.pop("note").tolist()))
+        same_start = all(
+            f"base.{i}" in tensors and torch.equal(tensors[f"base.{i}"], c.base) for i, c in enumerate(self.coordinates)
+        )
+        if not same_start or not _same_options(note["options"], self.options):
+            return
+        for i, c in enumerate(self.coordinates):
+            c.delta.data.copy_(tensors[f"delta.{i}"])
+            self.optimizer.state[c.delta] = {k: tensors[f"{k}.{i}"] for k in ("step", "exp_avg", "exp_avg_sq")} if f"step.{i}" in tensors else {}
+            c.push_value()
+        self.curve = Curve(**note["curve"])
+        self.step, self.seconds = note["step"], note["seconds"]
+        self.best_kl, self.best_step = note["best_kl"], note["best_step"]
+        self.best = {k.removeprefix("best."): v for k, v in tensors.items() if k.startswith("best.")}
+
+
+def _same_options(saved: str, options: DistillOptions) -> bool:
+    bounds = ("steps", "minutes")
+    mine = json.loads(json.dumps(asdict(options)))
+    return {k: v for k, v in json.loads(saved).items() if k not in bounds} == {
+        k: v for k, v in mine.items() if k not in bounds
+    }
+
+
+def example_loss(
+    translator: Translator,
+    source: LanguageModel,
+    target: LanguageModel,
+    example: Example,
+    tail: int,
+    ce_weight: float,
+) -> Tensor:
+    """Return the loss of one hand-over, with its graph into the maps."""
+    ids, follow = target.ids(example.target.ids), target.ids(example.continuation)
+    plan = plan_handoff(example.alignment.tolist(), sink=max(1, example.at_source_start), tail=tail)
+    with torch.no_grad():
+        native = continuation_logits(target, None, ids, follow)
+        source_kv = read(source, source.ids(example.source.ids)) if translator.config.reads_source else None
+    kv = assemble(plan, target, translator, source_kv, example.alignment, ids)
+    translated = continuation_logits(target, kv, ids[plan.translated[1] :], follow)
+    loss = masked_mean(kl_nats(native, translated))
+    return loss + ce_weight * masked_mean(nll_nats(translated, follow)) if ce_weight else loss
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A held-out hand-over whose frozen parts are computed once."""
+
+    example: Example
+    native: Tensor
+    source_kv: Any
+
+
+@torch.no_grad()
+def judged_examples(
+    documents: Sequence[Document], source: LanguageModel, target: LanguageModel, options: DistillOptions
+) -> list[Judged]:
+    """Draw held-out hand-overs and run what is frozen."""
+    found = []
+    for number in range(options.judged_examples):
+        drawn = random_examples(
+            documents,
+            source.tokenizer,
+            target.tokenizer,
+            context_tokens=(options.judged_context[number % len(options.judged_context)],),
+            continuation_tokens=48,
+            chat_share=options.chat_share,
+            seed=f"held-out-{options.seed}-{number}",
+            count=1,
+        )[0]
+        ids, follow = target.ids(drawn.target.ids), target.ids(drawn.continuation)
+        native = continuation_logits(target, None, ids, follow).to(torch.bfloat16)
+        found.append(Judged(drawn, native, read(source, source.ids(drawn.source.ids))))
+    return found
+
+
+@torch.no_grad()
+def judged_kl(translator: Translator, target: LanguageModel, judged: Sequence[Judged], *, tail: int = 1) -> float:
+    """Return the mean held-out KL in nats."""
+    total = 0.0
+    for item in judged:
+        ids, follow = target.ids(item.example.target.ids), target.ids(item.example.continuation)
+        plan = plan_handoff(item.example.alignment.tolist(), sink=max(1, item.example.at_source_start), tail=tail)
+        source_kv = item.source_kv if translator.config.reads_source else None
+        kv = assemble(plan, target, translator, source_kv, item.example.alignment, ids)
+        logits = continuation_logits(target, kv, ids[plan.translated[1] :], follow)
+        total += float(kl_nats(item.native, logits).mean())
+    return total / len(judged)

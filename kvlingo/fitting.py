@@ -1,0 +1,472 @@
+"""Stage 1: from two frozen models and text to a translator, by ridge regression.
+
+Knows how examples become statistics and statistics become maps. Reads the text once; choosing dampings and source layers,
+and fitting the controls, needs no second pass.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvlingo.cache import KV, flatten_heads
+from kvlingo.corpus import Example, examples, require_examples
+from kvlingo.errors import BadInput, IncompatiblePair
+from kvlingo.handoff import assemble, continuation_logits
+from kvlingo.metrics import kl_nats
+from kvlingo.models import LanguageModel, read
+from kvlingo.pairing import proportional, window
+from kvlingo.plan import plan_handoff
+from kvlingo.ridge import DAMPINGS, choose_damping, factor, require_enough, solve
+from kvlingo.stats import GramStats, Moments
+from kvlingo.texts import Document, split_documents
+from kvlingo.translator import (
+    MAP_KINDS,
+    HeadwiseMap,
+    LayerMap,
+    LinearMap,
+    LowRankMap,
+    MapKind,
+    Translator,
+    TranslatorConfig,
+    embedding_block,
+    feature_blocks,
+    source_block,
+    unit_keys,
+)
+
+Progress = Callable[[str, int, int], None]
+SAVE_EVERY_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What to fit and on how much text.
+
+    Fields:
+        reach: a target layer reads the source layers centre - reach … centre + reach.
+        shift: how far the centre may move from the proportional layer, chosen on held-out documents.
+        tokens: target tokens to read; the rest of the text is left.
+        context_tokens: lengths of the pieces the text is read in.
+        held_out_share: share of the documents' clusters kept for choosing; held_out_examples of them are judged by KL.
+    """
+
+    reach: int = 1
+    shift: int = 1
+    source_lags: tuple[int, ...] = (0,)
+    embedding_lags: tuple[int, ...] = (0, 1)
+    map_kind: MapKind = "linear"
+    rank: int = 256
+    residual_width: int = 0
+    tokens: int = 150_000
+    context_tokens: tuple[int, ...] = (192, 512, 1024)
+    chat_share: float = 0.15
+    dampings: tuple[float, ...] = DAMPINGS
+    held_out_share: float = 0.1
+    held_out_examples: int = 8
+    key_norm: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted translator, the statistics it came from, and what was chosen per layer."""
+
+    translator: Translator
+    stats: GramStats
+    held_out: GramStats
+    held_out_documents: tuple[Document, ...]
+    choices: tuple[dict[str, Any], ...]
+    options: FitOptions
+    held_out_kl_nats: float | None
+
+
+def fit(
+    source: LanguageModel,
+    target: LanguageModel,
+    documents: Sequence[Document],
+    options: FitOptions | None = None,
+    *,
+    work_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> Fit:
+    """Fit one translator by ridge regression on paired caches (arXiv 2609.32610, stage 1).
+
+    With `work_dir` the statistics are saved there every two minutes and on Ctrl-C; a second run with the same options goes
+    on from there. Raises `BadInput` for too little text.
+    """
+    options = options or FitOptions()
+    split = split_documents(documents, held_out_share=options.held_out_share, seed=options.seed)
+    config = base_config(source, target, options)
+    collector = Collector(source, target, config, options)
+    held_out = collector.collect(split.held_out, "held-out", max(options.tokens // 8, 1), work_dir, progress)
+    stats = collector.collect(split.training, "training", options.tokens, work_dir, progress)
+    require_enough(stats.tokens, max(config.feature_width(layer) for layer in range(len(config.target))))
+    judged = held_out_examples(split.held_out, source, target, options)
+    candidates = [
+        translator_from(config, stats, held_out, source, target, options=replace(options, shift=shift))
+        for shift in sorted({0, options.shift})
+    ]
+    scored = [(held_out_kl(source, target, t, judged), t, c) for t, c in candidates]
+    kl, translator, choices = min(scored, key=lambda s: math.inf if s[0] is None else s[0])
+    return Fit(translator, stats, held_out, tuple(split.held_out), choices, options, kl)
+
+
+def base_config(source: LanguageModel, target: LanguageModel, options: FitOptions) -> TranslatorConfig:
+    """Return the translator's shape with the proportional pairing."""
+    if options.map_kind not in MAP_KINDS:
+        raise BadInput(f"unknown map kind {options.map_kind!r}; use one of {', '.join(MAP_KINDS)} or auto")
+    centres = proportional(len(target.geometry), len(source.geometry))
+    return TranslatorConfig(
+        source=source.geometry,
+        target=target.geometry,
+        source_layers=tuple(window(c, options.reach, len(source.geometry)) for c in centres),
+        source_lags=options.source_lags,
+        embedding_lags=options.embedding_lags,
+        map_kind=options.map_kind,
+        rank=options.rank if options.map_kind == "lowrank" else 0,
+        residual_width=options.residual_width,
+        key_norms=tuple(norm_kind(target, i) if options.key_norm else None for i in range(len(target.geometry))),
+    )
+
+
+def norm_kind(lm: LanguageModel, layer: int) -> str | None:
+    """Say whether a layer's keys end in a norm per head or over all heads."""
+    weight = lm.key_norms[layer]
+    if weight is None:
+        return None
+    return "head" if weight.numel() == lm.geometry.layers[layer].key_dim else "layer"
+
+
+def source_free(config: TranslatorConfig) -> TranslatorConfig:
+    """Return the token-only control's shape: the same class, the source left out."""
+    return replace(config, source_layers=tuple(() for _ in config.source_layers))
+
+
+def text_free(config: TranslatorConfig) -> TranslatorConfig:
+    """Return the privacy split's shape: the same class, the text left out."""
+    return replace(config, embedding_lags=())
+
+
+# --- collecting ------------------------------------------------------------------------------------------------------
+
+
+class Collector:
+    """Streams examples through both models into statistics."""
+
+    def __init__(
+        self, source: LanguageModel, target: LanguageModel, config: TranslatorConfig, options: FitOptions
+    ) -> None:
+        self.source, self.target, self.config, self.options = source, target, config, options
+        self.features = feature_names(config, options)
+
+    def empty(self) -> GramStats:
+        """Return statistics of no tokens, with every product that any choice may need."""
+        config = self.config
+        per_layer = [candidate_blocks(config, layer, self.options) for layer in range(len(config.target))]
+        pairs = {(min(a, b), max(a, b)) for blocks in per_layer for a in blocks for b in blocks}
+        outputs = {f"target/{layer}": config.target.layers[layer].width for layer in range(len(config.target))}
+        pairs |= {(a, f"target/{layer}") for layer, blocks in enumerate(per_layer) for a in blocks}
+        dims = {name: config.width(name) for name in self.features} | outputs
+        return GramStats(dims, pairs, tuple(outputs))
+
+    def collect(
+        self, documents: Sequence[Document], what: str, tokens: int, work_dir: Path | None, progress: Progress | None
+    ) -> GramStats:
+        """Read up to `tokens` target tokens of the documents; resume from `work_dir` if a run was cut short there."""
+        stats, saved = self.empty(), SavedStats(work_dir, what, self._key(tokens))
+        done = saved.restore(stats)
+        made = self._examples(documents)
+        number = 0
+        try:
+            for number, example in enumerate(made, start=1):
+                if number <= done:
+                    continue
+                if stats.tokens >= tokens:
+                    break
+                stats.add(self.blocks(example))
+                done = number
+                saved.maybe_save(stats, done)
+                if progress is not None:
+                    progress(f"reading {what} text", min(stats.tokens, tokens), tokens)
+        except BaseException:
+            saved.save(stats, done)
+            raise
+        require_examples([None] * stats.tokens, f"{min(self.options.context_tokens)} tokens for {what}")  # type: ignore[list-item]
+        saved.save(stats, done)
+        return stats
+
+    def _key(self, tokens: int) -> str:
+        facts = [self.source.fingerprint, self.target.fingerprint, tokens, asdict(self.options)]
+        return json.dumps(facts, sort_keys=True, default=str)
+
+    def _examples(self, documents: Sequence[Document]) -> Iterable[Example]:
+        options = self.options
+        # Round-robin over documents, so that a token budget smaller than the text still sees all kinds.
+        return interleave(
+            [
+                examples(
+                    [document],
+                    self.source.tokenizer,
+                    self.target.tokenizer,
+                    context_tokens=options.context_tokens,
+                    chat_share=options.chat_share,
+                    seed=options.seed + number,
+                )
+                for number, document in enumerate(documents)
+            ]
+        )
+
+    def blocks(self, example: Example) -> dict[str, Tensor]:
+        """Run both models over one example; return features and outputs of its ordinary tokens (sinks left out)."""
+        source_kv = read(self.source, self.source.ids(example.source.ids))
+        ids = self.target.ids(example.target.ids)
+        target_kv = read(self.target, ids)
+        start = max(1, example.at_source_start)
+        alignment = example.alignment[start:]
+        found = feature_blocks(
+            self.features,
+            source=source_kv,
+            alignment=alignment,
+            embeddings=self.target.embed(ids) if self.config.reads_text else None,
+            start=start,
+        )
+        for layer in range(len(self.config.target)):
+            found[f"target/{layer}"] = outputs_of(target_kv, layer, self.target.key_norms[layer], self.config)[start:]
+        return found
+
+
+def outputs_of(kv: KV, layer: int, norm_weight: Tensor | None, config: TranslatorConfig) -> Tensor:
+    """Return what a map has to predict: keys (before the norm's weight, where there is one) and values, [tokens, width]."""
+    keys, kind = kv.keys[layer], config.key_norms[layer] if config.key_norms else None
+    if kind is not None and norm_weight is not None:
+        keys = unit_keys(keys, norm_weight, kind)
+    flat = torch.cat((flatten_heads(keys), flatten_heads(kv.values[layer])), dim=-1)[0]
+    return flat.to(torch.promote_types(flat.dtype, torch.float32))
+
+
+def candidate_blocks(config: TranslatorConfig, layer: int, options: FitOptions) -> tuple[str, ...]:
+    """Return every feature block that any choice for this layer may use."""
+    count = len(config.source)
+    centres = candidate_centres(config, layer, options.shift)
+    layers = sorted({s for centre in centres for s in window(centre, options.reach, count)})
+    source = [source_block(s, lag) for s in layers for lag in config.source_lags]
+    return (*source, *(embedding_block(lag) for lag in config.embedding_lags))
+
+
+def candidate_centres(config: TranslatorConfig, layer: int, shift: int) -> tuple[int, ...]:
+    """Return the proportional source layer and its neighbours up to `shift` away, nearest first."""
+    count = len(config.source)
+    centre = proportional(len(config.target), count)[layer]
+    offsets = sorted(range(-shift, shift + 1), key=lambda d: (abs(d), d))
+    return tuple(centre + d for d in offsets if 0 <= centre + d < count)
+
+
+def feature_names(config: TranslatorConfig, options: FitOptions) -> tuple[str, ...]:
+    """Return all feature blocks of all layers."""
+    return tuple(sorted({b for i in range(len(config.target)) for b in candidate_blocks(config, i, options)}))
+
+
+def interleave(streams: Sequence[Iterable[Example]]) -> Iterable[Example]:
+    """Take one example of each stream in turn, until all are empty."""
+    iterators = [iter(s) for s in streams]
+    while iterators:
+        alive = []
+        for iterator in iterators:
+            item = next(iterator, None)
+            if item is not None:
+                alive.append(iterator)
+                yield item
+        iterators = alive
+
+
+class SavedStats:
+    """Statistics on disk, written whole or not at all."""
+
+    def __init__(self, folder: Path | None, what: str, key: str) -> None:
+        self.file = None if folder is None else folder / f"stats-{what}.safetensors"
+        self.key, self.saved_at = key, time.monotonic()
+
+    def restore(self, stats: GramStats) -> int:
+        """Load into `stats`; return how many examples they hold (0 when there is nothing that fits)."""
+        if self.file is None or not self.file.exists():
+            return 0
+        state = load_file(self.file)
+        note = json.loads(bytes(state.pop("note").tolist()))
+        if note["key"] != self.key:
+            return 0
+        stats.load_state_dict(state)
+        return int(note["examples"])
+
+    def maybe_save(self, stats: GramStats, done: int) -> None:
+        """Save when two minutes have passed."""
+        if time.monotonic() - self.saved_at > SAVE_EVERY_SECONDS:
+            self.save(stats, done)
+
+    def save(self, stats: GramStats, done: int) -> None:
+        """Save now."""
+        if self.file is None:
+            return
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        note = json.dumps({"key": self.key, "examples": done}).encode()
+        state = {k: v.contiguous() for k, v in stats.state_dict().items()}
+        temporary = self.file.with_suffix(".part")
+        save_file({**state, "note": torch.tensor(list(note), dtype=torch.uint8)}, temporary)
+        temporary.replace(self.file)
+        self.saved_at = time.monotonic()
+
+
+# --- from statistics to maps -----------------------------------------------------------------------------------------
+
+
+def translator_from(
+    config: TranslatorConfig,
+    stats: GramStats,
+    held_out: GramStats,
+    source: LanguageModel,
+    target: LanguageModel,
+    *,
+    options: FitOptions,
+) -> tuple[Translator, tuple[dict[str, Any], ...]]:
+    """Solve every layer's ridge; choose its damping and its source layers on held-out statistics."""
+    layers, choices, solved = list(config.source_layers), [], {}
+    for layer in range(config.first_layer, len(config.target)):
+        best: tuple[float, Any] | None = None
+        shift = options.shift if config.source_layers[layer] else 0
+        for centre in candidate_centres(config, layer, shift):
+            chosen = window(centre, options.reach, len(config.source)) if config.source_layers[layer] else ()
+            layers[layer] = chosen
+            blocks = replace(config, source_layers=tuple(layers)).blocks(layer)
+            moments = stats.moments(blocks, f"target/{layer}")
+            damping, weight, error = choose_damping(
+                moments, held_out.moments(blocks, f"target/{layer}", like=moments), options.dampings
+            )
+            if best is None or error < best[0]:
+                best = (error, (chosen, moments, damping, weight))
+        assert best is not None
+        layers[layer] = best[1][0]
+        solved[layer] = best[1][1:]
+        choices.append(
+            {"layer": layer, "source_layers": list(best[1][0]), "damping": best[1][2], "held_out_error": best[0]}
+        )
+    final = replace(config, source_layers=tuple(layers))
+    translator = Translator(final).to(target.device)
+    for layer, (moments, damping, weight) in solved.items():
+        fill(translator.maps[str(layer)], moments, damping, weight, stats, layer, target.key_norms[layer])  # type: ignore[arg-type]
+    return translator.eval(), tuple(choices)
+
+
+@torch.no_grad()
+def fill(
+    layer_map: LayerMap,
+    moments: Moments,
+    damping: float,
+    weight: Tensor,
+    stats: GramStats,
+    layer: int,
+    norm_weight: Tensor | None,
+) -> None:
+    """Write a ridge solution into a layer's map, whatever its kind."""
+    layer_map.feature_mean.copy_(moments.feature_mean)
+    layer_map.feature_scale.copy_(moments.feature_scale)
+    layer_map.bias.copy_(moments.output_mean)
+    if norm_weight is not None and layer_map.norm_kind is not None:
+        # Where the norm's weight is 0 in some dims, the visible rest of a key has an RMS a little below 1.
+        square = stats.squares[f"target/{layer}"][: layer_map.shape.key_width].mean() / stats.tokens
+        layer_map.key_norm_weight.copy_(norm_weight.to("cpu", torch.float64) * square.sqrt())
+    linear = layer_map.linear
+    if isinstance(linear, LinearMap):
+        linear.weight.copy_(weight)
+    elif isinstance(linear, LowRankMap):
+        down, up = reduced_rank(moments, damping, weight, linear.down.shape[1])
+        linear.down.copy_(down)
+        linear.up.copy_(up)
+    elif isinstance(linear, HeadwiseMap):
+        fill_headwise(linear, moments, damping, layer_map)
+
+
+def reduced_rank(moments: Moments, damping: float, weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Factor a ridge map so that the prediction error is least for its rank (reduced-rank regression).
+
+    With gram = L Lᵀ, the singular vectors of Lᵀ W carry the outputs' predictable directions: W ≈ L⁻ᵀ U S · Vᵀ.
+    """
+    lower, _ = factor(moments.gram, damping)
+    u, s, vh = torch.linalg.svd(lower.T @ weight, full_matrices=False)
+    root = s[:rank].sqrt()
+    down = torch.linalg.solve_triangular(lower.T, u[:, :rank], upper=True) * root
+    return down, root[:, None] * vh[:rank]
+
+
+def fill_headwise(linear: HeadwiseMap, moments: Moments, damping: float, layer_map: LayerMap) -> None:
+    """Solve one small ridge per target head, for keys and for values."""
+    shape = layer_map.shape
+    for head in range(shape.kv_heads):
+        for index, parameter, offset, dim in (
+            (linear.key_index[head], linear.key_weight, 0, shape.key_dim),
+            (linear.value_index[head], linear.value_weight, shape.key_width, shape.value_dim),
+        ):
+            index = index.to(moments.gram.device)
+            columns = slice(offset + head * dim, offset + (head + 1) * dim)
+            part = replace(moments, gram=moments.gram[index][:, index], cross=moments.cross[index, columns])
+            parameter[head].copy_(solve(part, damping))
+
+
+# --- the target's own judgement --------------------------------------------------------------------------------------
+
+
+def held_out_examples(
+    documents: Sequence[Document], source: LanguageModel, target: LanguageModel, options: FitOptions
+) -> list[Example]:
+    """Cut a few held-out hand-overs to judge translators by."""
+    found: list[Example] = []
+    for context in sorted({min(options.context_tokens), 192, 96, 48}, reverse=True):
+        found = list(
+            examples(
+                list(documents),
+                source.tokenizer,
+                target.tokenizer,
+                context_tokens=(context,),
+                continuation_tokens=min(32, context // 2),
+                per_document=1,
+                seed=options.seed,
+            )
+        )[: options.held_out_examples]
+        if found:
+            break
+    return found
+
+
+@torch.no_grad()
+def held_out_kl(
+    source: LanguageModel, target: LanguageModel, translator: Translator, judged: Sequence[Example], *, tail: int = 1
+) -> float | None:
+    """Return the mean KL(native ‖ translated) in nats over held-out hand-overs; None when there are none."""
+    scores = [example_kl(source, target, translator, example, tail=tail).mean() for example in judged]
+    return float(torch.stack(scores).mean()) if scores else None
+
+
+def example_kl(
+    source: LanguageModel, target: LanguageModel, translator: Translator, example: Example, *, tail: int = 1
+) -> Tensor:
+    """Return KL(native ‖ translated) at every continuation token of one example."""
+    ids, follow = target.ids(example.target.ids), target.ids(example.continuation)
+    plan = plan_handoff(example.alignment.tolist(), sink=max(1, example.at_source_start), tail=tail)
+    source_kv = read(source, source.ids(example.source.ids)) if translator.config.reads_source else None
+    kv = assemble(plan, target, translator, source_kv, example.alignment, ids)
+    translated = continuation_logits(target, kv, ids[plan.translated[1] :], follow)
+    return kl_nats(continuation_logits(target, None, ids, follow), translated)
+
+
+def check_pair(source: LanguageModel, target: LanguageModel) -> None:
+    """Refuse a pair that has nothing to translate between."""
+    if source.model is target.model:
+        raise IncompatiblePair("source and target are the same model; its own cache needs no translation")

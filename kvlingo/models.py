@@ -1,0 +1,481 @@
+"""Load a model, learn what its cache looks like, run it.
+
+Knows transformers' models and tokenizers. Models stay unwrapped: `LanguageModel` only keeps a model, its tokenizer and the
+facts probed from it together. Does not know what a translator is.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from kvlingo.cache import KV, full_cache, native_cache, read_cache
+from kvlingo.errors import BadInput, MissingExtra, UnsupportedModel
+from kvlingo.geometry import Geometry, LayerGeometry, LayerRope
+from kvlingo.rope import Rotary, one_per_plane
+
+PROBE_POSITIONS = (1, 777)
+
+
+@dataclass(frozen=True, eq=False)
+class LanguageModel:
+    """A frozen causal model with its tokenizer and the facts probed from it.
+
+    Fields:
+        key_norms: per layer the effective weight of the model's own key norm (RMS over the last dim: [key_dim] for a norm per
+            head, [kv_heads * key_dim] for one over all heads); None where keys are not normed.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    geometry: Geometry
+    rotary: Rotary
+    key_norms: tuple[Tensor | None, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's floating-point type."""
+        return self.model.get_input_embeddings().weight.dtype
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identify the weights by content: config, shapes and a sample of every parameter (not the name)."""
+        return fingerprint(self.model)
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """Identify the tokenizer by content: vocabulary, merges, normaliser, added tokens and chat template."""
+        body = self.tokenizer.backend_tokenizer.to_str() + str(self.tokenizer.chat_template)
+        return hashlib.sha256(body.encode()).hexdigest()
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the input embeddings of `ids` [tokens] as [tokens, hidden]."""
+        return self.model.get_input_embeddings()(ids.to(self.device))
+
+    def ids(self, values: Sequence[int]) -> Tensor:
+        """Put token ids on the model's device: [tokens]."""
+        return torch.tensor(values, dtype=torch.long, device=self.device)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A filled cache and the logits [positions, vocabulary] of the last tokens read into it."""
+
+    cache: Any
+    logits: Tensor
+
+
+def prefill(
+    lm: LanguageModel,
+    ids: Tensor,
+    *,
+    cache: Any = None,
+    full_length: bool = False,
+    logits_to_keep: int = 1,
+) -> Prefill:
+    """Let the model read `ids` [tokens] after what `cache` holds.
+
+    The cache grows in place. Without one, a new cache is made: the model's own kind, or with `full_length` one whose
+    sliding layers keep every token (needed to translate from it). `logits_to_keep` = 0 keeps all.
+    """
+    if ids.ndim != 1 or not len(ids):
+        raise BadInput(f"nothing to read: got token ids of shape {tuple(ids.shape)}, expected [tokens] with tokens >= 1")
+    if cache is None:
+        cache = full_cache() if full_length else native_cache(lm.model.config)
+    past = cache.get_seq_length()
+    logits = run(
+        lm.model,
+        input_ids=ids[None],
+        position_ids=torch.arange(past, past + len(ids), device=ids.device)[None],
+        cache=cache,
+        logits_to_keep=logits_to_keep,
+    ).logits[0]
+    return Prefill(cache, logits)
+
+
+def read(lm: LanguageModel, ids: Tensor) -> KV:
+    """Return the model's own position-free `KV` of `ids`, every layer in full."""
+    with torch.no_grad():
+        cache = prefill(lm, ids, full_length=True).cache
+    return read_cache(cache, lm.rotary, lm.geometry)
+
+
+def run(module: nn.Module, *, cache: Any, **kwargs: Any) -> Any:
+    """Call a transformers module with a cache under the name that this version uses."""
+    name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+    return module(**{name: cache}, use_cache=True, **kwargs)
+
+
+# --- the first layers alone ------------------------------------------------------------------------------------------
+
+
+def native_layers(lm: LanguageModel, ids: Tensor, count: int) -> KV:
+    """Return the exact KV of the target's first `count` layers for `ids` [tokens], each in full.
+
+    Layer 0 depends on the token alone, so each distinct id is read once, by itself, at position 0: no attention over the
+    context is paid for. Deeper layers need the layers below them over the whole prefix.
+    """
+    view = first_layers(lm.model, count)
+    cache = full_cache()
+    if count == 1:
+        distinct, index = torch.unique(ids, return_inverse=True)
+        positions = torch.zeros(len(distinct), 1, dtype=torch.long, device=ids.device)
+        run(view, input_ids=distinct[:, None], position_ids=positions, cache=cache)
+        layer = cache.layers[0]
+        keys = lm.rotary.unrotate(layer.keys, 0, positions[0])
+        return KV((_batch_to_tokens(keys, index),), (_batch_to_tokens(layer.values, index),), len(ids))
+    run(view, input_ids=ids[None], position_ids=torch.arange(len(ids), device=ids.device)[None], cache=cache)
+    geometry = replace(lm.geometry, layers=lm.geometry.layers[:count])
+    return read_cache(cache, lm.rotary, geometry)
+
+
+def _batch_to_tokens(x: Tensor, index: Tensor) -> Tensor:
+    """[ids, heads, 1, dim] -> [1, heads, tokens, dim], taking row `index[t]` for token t."""
+    return x[index, :, 0].transpose(0, 1)[None]
+
+
+def first_layers(model: Any, count: int) -> nn.Module:
+    """Return a decoder made of the model's first `count` layers; it shares all weights with the model."""
+    decoder = model.get_decoder()
+    name, layers = next(
+        (n, m)
+        for n, m in decoder.named_children()
+        if isinstance(m, nn.ModuleList) and len(m) == decoder.config.num_hidden_layers
+    )
+    config = copy.deepcopy(decoder.config)
+    config.num_hidden_layers = count
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:count]
+    with torch.device("meta"):
+        view = type(decoder)(config)
+    for child_name, child in decoder.named_children():
+        setattr(view, child_name, nn.ModuleList(layers[:count]) if child_name == name else child)
+    return view.eval()
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load_model(
+    name: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    cache_dir: Path | None = None,
+) -> LanguageModel:
+    """Load a causal language model by hub id, local folder or .gguf file; frozen and in eval mode.
+
+    A .gguf file is dequantised once into a folder under `cache_dir` and loads from there in seconds afterwards.
+    `device` defaults to the GPU if there is one; `dtype` to bfloat16 there and to float32 on a CPU.
+    Raises `UnsupportedModel` or `BadInput` with one sentence.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = _dtype(dtype, device)
+    path = convert_gguf(Path(name), cache_dir) if str(name).endswith(".gguf") else name
+    with _clear_load_errors(str(name)):
+        config = AutoConfig.from_pretrained(path)
+        refuse_by_config(config)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    return wrap(model, tokenizer, name=Path(name).name if Path(name).exists() else str(name))
+
+
+def wrap(model: Any, tokenizer: Any, *, name: str = "model") -> LanguageModel:
+    """Freeze a model that is already in memory and probe what `LanguageModel` needs."""
+    refuse_by_config(model.config)
+    model.eval().requires_grad_(False)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if tokenizer is not None and len(tokenizer) > rows:
+        raise UnsupportedModel(
+            f"the tokenizer of {name} has {len(tokenizer)} tokens, its embedding {rows} rows; "
+            "give the tokenizer that belongs to these weights"
+        )
+    geometry, rotary = probe_geometry(model)
+    return LanguageModel(name, model, tokenizer, geometry, rotary, probe_key_norms(model, geometry, rotary))
+
+
+def refuse_by_config(config: Any) -> None:
+    """Raise `UnsupportedModel` for what can be told before any weight is loaded."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(
+            f"{config.model_type} is an encoder-decoder: its cross-attention cache belongs to the encoder's input; "
+            "KV-Lingo translates between decoder-only models"
+        )
+
+
+def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise BadInput(f"unknown dtype {dtype!r}; use float32, bfloat16 or float16")
+    return found
+
+
+@contextmanager
+def _clear_load_errors(name: str) -> Iterator[None]:
+    """Turn transformers' many-line loading errors into one line that says what to do."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:240]
+        folder = Path(name)
+        if folder.is_dir() and not (folder / "config.json").exists():
+            raise BadInput(f"{name} has no config.json; give a folder made by save_pretrained, a .gguf file or a hub id") from error
+        if folder.is_dir() and not any(folder.glob("*.safetensors")):
+            raise BadInput(f"{name} holds no weights (*.safetensors); download the whole model") from error
+        if folder.exists():
+            raise UnsupportedModel(f"{name} can't be loaded: {reason}") from error
+        raise BadInput(
+            f"{name} is neither a folder nor a .gguf file, and can't be had from the model hub; "
+            f"check the name and the network ({reason})"
+        ) from error
+
+
+def default_cache_dir() -> Path:
+    """Return where converted models and corpora are kept: $KVLINGO_CACHE or ~/.cache/kvlingo."""
+    return Path(os.environ.get("KVLINGO_CACHE", Path.home() / ".cache" / "kvlingo"))
+
+
+def convert_gguf(file: Path, cache_dir: Path | None = None) -> Path:
+    """Dequantise a .gguf file into a folder that loads in seconds, once; return the folder.
+
+    The folder appears under its name only when it is whole.
+    """
+    if not file.is_file():
+        raise BadInput(f"{file} does not exist; give the path of a .gguf file")
+    with file.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise BadInput(f"{file} is not a GGUF file (no GGUF magic); download it again")
+    folder = (cache_dir or default_cache_dir() / "models") / f"{file.stem}-{_file_digest(file)[:12]}"
+    if folder.is_dir():
+        return folder
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra("reading .gguf files needs the gguf package: pip install 'kvlingo[gguf]'") from error
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
+        with _clear_load_errors(str(file)):
+            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        # The loader marks the model as quantised; the weights in memory are plain float32, and saving wants to hear so.
+        model.config.__dict__.pop("quantization_config", None)
+        model.hf_quantizer, model.is_quantized = None, False
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        (Path(temporary) / "kvlingo.json").write_text(json.dumps({"loader": "gguf", "file": file.name}))
+        whole = Path(temporary) / "whole"
+        whole.mkdir()
+        for item in [p for p in Path(temporary).iterdir() if p != whole]:
+            item.rename(whole / item.name)
+        if not folder.is_dir():
+            whole.rename(folder)
+    return folder
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def fingerprint(model: Any) -> str:
+    """Hash a model's config and a sample of its weights, so that equal names with other weights differ.
+
+    Samples 64 evenly spaced values of each parameter, rounded to bfloat16: float32 and bfloat16 copies of the same weights
+    agree, fine-tunes, merged adapters and quantised copies do not.
+    """
+    digest = hashlib.sha256()
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _CONFIG_NOISE}
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, parameter in sorted(model.state_dict().items()):
+        flat = parameter.detach().reshape(-1)
+        count = min(64, len(flat))
+        index = torch.arange(count, device=flat.device) * len(flat) // max(count, 1)
+        sample = flat[index].to(device="cpu", dtype=torch.bfloat16).view(torch.int16)
+        digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
+_CONFIG_NOISE = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "_attn_implementation", "use_cache"}
+
+
+# --- probing ---------------------------------------------------------------------------------------------------------
+
+
+def probe_geometry(model: Any) -> tuple[Geometry, Rotary]:
+    """Read the cache's geometry off real short prefills.
+
+    Shapes come from a prefill of two tokens. How keys rotate comes from single tokens read at several positions: a token that
+    sees only itself has the same hidden states wherever it stands, so its keys differ by the rotation alone.
+    Raises `UnsupportedModel` where that does not hold, or where a layer keeps something else than keys and values.
+    """
+    config = model.config.get_text_config(decoder=True)
+    native = native_cache(model.config)
+    ids = torch.arange(2, device=model.get_input_embeddings().weight.device)
+    with torch.no_grad():
+        run(model, input_ids=ids[None], cache=native)
+    _refuse_other_caches(model, native)
+    max_positions = getattr(config, "max_position_embeddings", None)
+    at = [p for p in PROBE_POSITIONS if max_positions is None or p < max_positions]
+    keys_at = {p: _keys_of_one_token(model, p) for p in (0, *at)}
+    angles = angle_source(model)
+    ropes = tuple(
+        _probe_rope(model, angles, index, {p: keys[index] for p, keys in keys_at.items()})
+        for index in range(len(native.layers))
+    )
+    layers = tuple(
+        LayerGeometry(
+            kv_heads=layer.keys.shape[1],
+            key_dim=layer.keys.shape[3],
+            value_dim=layer.values.shape[3],
+            window=getattr(layer, "sliding_window", None) if layer.is_sliding else None,
+            rope=rope,
+        )
+        for layer, rope in zip(native.layers, ropes, strict=True)
+    )
+    embedding = model.get_input_embeddings().weight
+    return Geometry(layers, embedding.shape[1], embedding.shape[0], max_positions), Rotary(angles, ropes)
+
+
+def _refuse_other_caches(model: Any, cache: Any) -> None:
+    kinds = [type(layer).__name__ for layer in cache.layers]
+    for index, (layer, kind) in enumerate(zip(cache.layers, kinds, strict=True)):
+        if kind not in ("DynamicLayer", "DynamicSlidingWindowLayer") or not layer.is_initialized:
+            what = "a recurrent state" if "Linear" in kind else f"a cache of kind {kind}"
+            raise UnsupportedModel(
+                f"layer {index} of this {model.config.model_type} model keeps {what}, not keys and values per token; "
+                "it can't be translated"
+            )
+
+
+def _keys_of_one_token(model: Any, position: int) -> list[Tensor]:
+    """Return every layer's cached key of one token that stands alone at `position`: [1, heads, 1, dim] each, float32 or better."""
+    cache = full_cache()
+    device = model.get_input_embeddings().weight.device
+    ids, positions = torch.tensor([[5]], device=device), torch.tensor([[position]], device=device)
+    with torch.no_grad():
+        run(model, input_ids=ids, position_ids=positions, cache=cache)
+    return [layer.keys.to(torch.promote_types(layer.keys.dtype, torch.float32)) for layer in cache.layers]
+
+
+def angle_source(model: Any) -> Any:
+    """Return the function (positions, layer type) -> cos, sin of the model's own rotary module."""
+    modules = [m for n, m in model.get_decoder().named_modules() if n.split(".")[-1] == "rotary_emb"]
+    if not modules:
+        return None
+    module = modules[0]
+    takes_type = "layer_type" in inspect.signature(module.forward).parameters
+
+    def angles(positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
+        x = torch.zeros((), dtype=torch.float32, device=positions.device)
+        args = (x, positions[None], layer_type) if takes_type else (x, positions[None])
+        cos, sin = module(*args)
+        return cos[0], sin[0]
+
+    return angles
+
+
+def _probe_rope(model: Any, angles: Any, index: int, keys_at: dict[int, Tensor]) -> LayerRope | None:
+    """Find the rotation that explains a layer's keys at all probed positions, by trying the known layouts."""
+    base, others = keys_at[0], {p: k for p, k in keys_at.items() if p}
+    # What bfloat16 or float16 weights round away must not look like a rotation.
+    tolerance = {torch.float64: 1e-5, torch.float32: 1e-3}.get(model.get_input_embeddings().weight.dtype, 5e-2)
+    scale = base.norm()
+    if all((k - base).norm() <= tolerance * scale for k in others.values()):
+        return None
+    if angles is not None:
+        for rope in _rope_candidates(model, angles, index, base):
+            rotary = Rotary(angles, (rope,))
+            still = rotary.unrotate(base, 0, torch.tensor([0], device=base.device))
+            if all(
+                (rotary.unrotate(k, 0, torch.tensor([p], device=k.device)) - still).norm() <= tolerance * still.norm()
+                for p, k in others.items()
+            ):
+                return rope
+    raise UnsupportedModel(
+        f"the keys of layer {index} of this {model.config.model_type} model do not follow its rotary module "
+        "(learned or unknown positions); a position-free cache can't be made from it"
+    )
+
+
+def _rope_candidates(model: Any, angles: Any, index: int, key: Tensor) -> Iterator[LayerRope]:
+    layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    layer_type = layer_types[index] if layer_types else None
+    cos, _ = angles(torch.tensor([3], device=key.device), layer_type)
+    dims = cos.shape[-1]
+    if dims > key.shape[-1]:
+        return
+    repeats = [r for r in ("half", "interleaved") if _repeats(cos, r)]
+    for repeat in repeats:
+        for layout in ("half", "interleaved"):
+            yield LayerRope(layer_type, layout, repeat, dims)  # type: ignore[arg-type]
+
+
+def _repeats(cos: Tensor, repeat: Any) -> bool:
+    one = one_per_plane(cos, repeat)
+    again = one.repeat_interleave(2, -1) if repeat == "interleaved" else torch.cat((one, one), -1)
+    return bool(torch.equal(again, cos))
+
+
+def probe_key_norms(model: Any, geometry: Geometry, rotary: Rotary) -> tuple[Tensor | None, ...]:
+    """Find each layer's effective key-norm weight w: keys = w * x / rms(x), by probing (arXiv 2010.04245: QK-norm).
+
+    A norm answers a vector of ones with its effective weight. The layer counts as normed only if its real keys, divided
+    by that weight, have RMS 1.
+    """
+    keys = [
+        rotary.unrotate(k, i, torch.tensor([1], device=k.device)) for i, k in enumerate(_keys_of_one_token(model, 1))
+    ]
+    norms: list[Tensor | None] = [None] * len(geometry)
+    for name, module in model.get_decoder().named_modules():
+        if name.split(".")[-1] in ("k_norm", "k_layernorm", "key_layernorm"):
+            index = next((int(part) for part in name.split(".") if part.isdigit()), None)
+            if index is not None:
+                norms[index] = _effective_weight(module, keys[index])
+    return tuple(norms)
+
+
+def _effective_weight(norm: nn.Module, key: Tensor) -> Tensor | None:
+    weight = getattr(norm, "weight", None)
+    if weight is None:
+        return None
+    key = key.transpose(1, 2)[0, 0]  # [heads, dim]
+    width = weight.numel()
+    if width == key.numel():
+        key = key.reshape(1, -1)
+    elif width != key.shape[-1]:
+        return None
+    ones = torch.ones(width, dtype=weight.dtype, device=weight.device)
+    with torch.no_grad():
+        effective = norm(ones).to(key.dtype)
+    if bool((effective == 0).any()):
+        return None
+    rms = (key / effective).square().mean(-1).sqrt()
+    return effective if torch.allclose(rms, torch.ones_like(rms), atol=2e-2) else None
+
+
+logging.getLogger("transformers.modeling_gguf_pytorch_utils").setLevel(logging.ERROR)

@@ -1,0 +1,135 @@
+"""What happens to each span of the target's tokens at a hand-over, as data.
+
+Knows token counts and an alignment. Needs no model: a plan can be printed, tested and reported before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class SpanKind(StrEnum):
+    """Where the keys and values of a span come from."""
+
+    NATIVE = "native"  # already in the target's own earlier cache
+    RECOMPUTED = "recomputed"  # read by the target now
+    TRANSLATED = "translated"  # made from the source's cache
+
+
+class Provenance(StrEnum):
+    """How far a span's keys and values can be trusted."""
+
+    EXACT = "exact"  # the target's own forward over an exact prefix
+    OWN = "own"  # the target's own forward over an approximate prefix
+    TRANSLATED = "translated"  # one hop from the source's own cache
+
+
+@dataclass(frozen=True)
+class Span:
+    """Target tokens [start, stop)."""
+
+    start: int
+    stop: int
+    kind: SpanKind
+    provenance: Provenance
+    reason: str
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class HandoffPlan:
+    """All spans in order; together they cover the target's `tokens` exactly once.
+
+    Fields:
+        native_layers: the first layers whose cache is exact throughout (layer 0 costs no context: it depends on the token alone).
+        fallback: why nothing is translated, or None.
+    """
+
+    tokens: int
+    spans: tuple[Span, ...]
+    native_layers: int = 0
+    fallback: str | None = None
+    hops: int = field(default=0)
+
+    def count(self, kind: SpanKind) -> int:
+        """Return the number of tokens of one kind."""
+        return sum(len(span) for span in self.spans if span.kind is kind)
+
+    @property
+    def translated(self) -> tuple[int, int]:
+        """Return the translated range [start, stop); empty at the end when nothing is translated."""
+        for span in self.spans:
+            if span.kind is SpanKind.TRANSLATED:
+                return span.start, span.stop
+        return self.tokens, self.tokens
+
+    @property
+    def tail(self) -> int:
+        """Return how many tokens the target reads after the translated span."""
+        return self.tokens - self.translated[1]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain dict, with the token counts by kind."""
+        return {**asdict(self), "counts": {str(kind): self.count(kind) for kind in SpanKind}}
+
+    def __str__(self) -> str:
+        parts = [f"{s.kind} {s.start}-{s.stop} ({s.provenance}: {s.reason})" for s in self.spans]
+        layers = f"; first {self.native_layers} layers native" if self.native_layers else ""
+        return f"{self.tokens} tokens: " + ", ".join(parts) + layers
+
+
+def plan_handoff(
+    alignment: Sequence[int],
+    *,
+    sink: int = 1,
+    tail: int = 1,
+    native: int = 0,
+    native_layers: int = 0,
+    no_text: bool = False,
+) -> HandoffPlan:
+    """Plan the hand-over of `len(alignment)` target tokens.
+
+    Args:
+        alignment: source token for each target token, -1 where the source has not read that far.
+        sink: first tokens that the target reads itself, at least those aligned to source position 0 (both models' attention
+            sinks are a population of their own).
+        tail: last tokens that the target reads itself, at least 1 and at least what the source has not read.
+        native: tokens that the target's own earlier cache holds.
+        no_text: the target gets no text: it reads no tail, and no sinks beyond `sink`.
+    """
+    tokens = len(alignment)
+    unread = sum(1 for source in alignment if source < 0)
+    at_start = next((i for i, source in enumerate(alignment) if source > 0 or source < 0), tokens)
+    head = sink if no_text else max(sink, at_start)
+    head = max(min(head, tokens), native)
+    least_tail = 0 if no_text else 1
+    stop = tokens - max(tail if not no_text else 0, unread, least_tail)
+    if stop <= head:
+        return _all_recomputed(tokens, native, f"no tokens lie between {head} first and {tokens - stop} last ones")
+    spans = [
+        Span(0, native, SpanKind.NATIVE, Provenance.EXACT, "the target's own earlier cache"),
+        Span(native, head, SpanKind.RECOMPUTED, Provenance.EXACT, "attention sinks of both models"),
+        Span(head, stop, SpanKind.TRANSLATED, Provenance.TRANSLATED, "from the source's cache"),
+        Span(stop, tokens, SpanKind.RECOMPUTED, Provenance.OWN, "tail"),
+    ]
+    return HandoffPlan(tokens, tuple(s for s in spans if len(s)), native_layers, None, 1)
+
+
+def reprefill_plan(tokens: int, reason: str, *, native: int = 0) -> HandoffPlan:
+    """Plan a plain re-prefill; `reason` is what the user sees."""
+    return _all_recomputed(tokens, native, reason)
+
+
+def _all_recomputed(tokens: int, native: int, reason: str) -> HandoffPlan:
+    # One token is always left for the target to read: its logits are what generation starts from.
+    native = max(0, min(native, tokens - 1))
+    spans = [
+        Span(0, native, SpanKind.NATIVE, Provenance.EXACT, "the target's own earlier cache"),
+        Span(native, tokens, SpanKind.RECOMPUTED, Provenance.EXACT, "re-prefill"),
+    ]
+    return HandoffPlan(tokens, tuple(s for s in spans if len(s)), 0, reason, 0)

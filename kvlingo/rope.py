@@ -1,0 +1,87 @@
+"""Rotate and un-rotate keys: exact inverses of each other.
+
+Knows the arithmetic of rotary position embedding (RoPE, arXiv 2104.09864). The angles come from the model's own rotary
+module, so scaling (linear, llama3, yarn) and several frequency sets need no code here. Does not know caches or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvlingo.geometry import LayerRope, RopeLayout
+
+AngleSource = Callable[[Tensor, str | None], tuple[Tensor, Tensor]]
+
+
+class Rotary:
+    """The rotation of every layer of one model.
+
+    Args:
+        angles: (positions [tokens], layer type) -> cos, sin, each [tokens, dims] in float32: the model's own rotary module.
+        layers: how each layer rotates; None for a layer without positions.
+    """
+
+    def __init__(self, angles: AngleSource, layers: Sequence[LayerRope | None]) -> None:
+        self._angles = angles
+        self.layers = tuple(layers)
+
+    def rotate(self, keys: Tensor, layer: int, positions: Tensor) -> Tensor:
+        """Give position-free `keys` [batch, heads, tokens, dim] their `positions` [tokens].
+
+        In the plane (x, y): x' = x cos - y sin, y' = y cos + x sin.
+        """
+        rope = self.layers[layer]
+        if rope is None:
+            return keys
+        cos, sin = self._planes(rope, positions, keys)
+        x, y, rest = split_planes(keys, rope)
+        return join_planes(x * cos - y * sin, y * cos + x * sin, rest, rope, keys.dtype)
+
+    def unrotate(self, keys: Tensor, layer: int, positions: Tensor) -> Tensor:
+        """Undo `rotate`, exactly.
+
+        The inverse of the plane's map is its transpose over cos² + sin², which also takes out the attention scaling that
+        yarn and longrope hide in cos and sin.
+        """
+        rope = self.layers[layer]
+        if rope is None:
+            return keys.clone()
+        cos, sin = self._planes(rope, positions, keys)
+        norm = cos.square() + sin.square()
+        cos, sin = cos / norm, sin / norm
+        x, y, rest = split_planes(keys, rope)
+        return join_planes(x * cos + y * sin, y * cos - x * sin, rest, rope, keys.dtype)
+
+    def _planes(self, rope: LayerRope, positions: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [tokens, planes], at least float32, on the device of `keys`."""
+        dtype = torch.promote_types(keys.dtype, torch.float32)
+        cos, sin = self._angles(positions, rope.layer_type)
+        cos, sin = (one_per_plane(a, rope.repeat).to(keys.device, dtype) for a in (cos, sin))
+        return cos, sin
+
+
+def one_per_plane(angles: Tensor, repeat: RopeLayout) -> Tensor:
+    """Keep one of the two equal columns of each rotary plane: [tokens, dims] -> [tokens, dims / 2]."""
+    return angles[..., ::2] if repeat == "interleaved" else angles[..., : angles.shape[-1] // 2]
+
+
+def split_planes(keys: Tensor, rope: LayerRope) -> tuple[Tensor, Tensor, Tensor]:
+    """Split heads into the two coordinates of their rotary planes and the dims that pass through."""
+    rotated = keys[..., : rope.dims].to(torch.promote_types(keys.dtype, torch.float32))
+    rest = keys[..., rope.dims :]
+    if rope.layout == "interleaved":
+        return rotated[..., ::2], rotated[..., 1::2], rest
+    return rotated[..., : rope.dims // 2], rotated[..., rope.dims // 2 :], rest
+
+
+def join_planes(x: Tensor, y: Tensor, rest: Tensor, rope: LayerRope, dtype: torch.dtype) -> Tensor:
+    """Undo `split_planes`."""
+    if rope.layout == "interleaved":
+        rotated = torch.stack((x, y), dim=-1).flatten(-2)
+    else:
+        rotated = torch.cat((x, y), dim=-1)
+    rotated = rotated.to(dtype)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated

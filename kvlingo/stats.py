@@ -1,0 +1,129 @@
+"""Sufficient statistics of a linear regression, block by block.
+
+Knows named blocks of columns and which products of them are needed. Does not know what the columns mean. All sums are
+float64; memory depends on the blocks only, never on the number of tokens. Statistics of disjoint data add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvlingo.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Centred and standardised second moments of some feature blocks and one output block, per token.
+
+    Fields:
+        gram: [features, features] correlation matrix of the features.
+        cross: [features, outputs] covariance of standardised features and outputs.
+        feature_mean, feature_scale: [features]; output_mean: [outputs]; output_variance: [outputs].
+    """
+
+    gram: Tensor
+    cross: Tensor
+    feature_mean: Tensor
+    feature_scale: Tensor
+    output_mean: Tensor
+    output_variance: Tensor
+    tokens: int
+
+
+class GramStats:
+    """n, sums, XᵀX and XᵀY of named column blocks, accumulated over a stream of tokens.
+
+    Args:
+        dims: columns of each block.
+        pairs: the block pairs (a, b) whose product aᵀb is kept.
+        squares: blocks whose per-column sum of squares is kept (outputs).
+    """
+
+    def __init__(self, dims: Mapping[str, int], pairs: Iterable[tuple[str, str]], squares: Sequence[str]) -> None:
+        self.dims = dict(dims)
+        self.partners: dict[str, list[str]] = {}
+        for a, b in sorted(set(pairs)):
+            self.partners.setdefault(a, []).append(b)
+        self.tokens = 0
+        self.sums = {name: torch.zeros(d, dtype=torch.float64) for name, d in self.dims.items()}
+        self.squares = {name: torch.zeros(self.dims[name], dtype=torch.float64) for name in squares}
+        self.products = {
+            a: torch.zeros(self.dims[a], sum(self.dims[b] for b in bs), dtype=torch.float64)
+            for a, bs in self.partners.items()
+        }
+
+    def add(self, blocks: Mapping[str, Tensor]) -> None:
+        """Add tokens: every block is [tokens, columns]."""
+        columns = {name: blocks[name].to("cpu", torch.float64) for name in self.dims}
+        self.tokens += next(iter(columns.values())).shape[0]
+        for name, x in columns.items():
+            self.sums[name] += x.sum(0)
+        for name in self.squares:
+            self.squares[name] += columns[name].square().sum(0)
+        for a, bs in self.partners.items():
+            self.products[a].addmm_(columns[a].T, torch.cat([columns[b] for b in bs], dim=1))
+
+    def __iadd__(self, other: GramStats) -> GramStats:
+        """Merge the statistics of other tokens."""
+        if self.dims != other.dims or self.partners != other.partners:
+            raise ValueError("statistics of different blocks can't be added")
+        self.tokens += other.tokens
+        for mine, theirs in zip(self._tensors().values(), other._tensors().values(), strict=True):
+            mine += theirs
+        return self
+
+    def _tensors(self) -> dict[str, Tensor]:
+        groups = {"sum": self.sums, "square": self.squares, "product": self.products}
+        return {f"{group}:{name}": x for group, named in groups.items() for name, x in named.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all sums by name, for safetensors."""
+        return {**self._tensors(), "tokens": torch.tensor([self.tokens])}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` gave."""
+        mine = self._tensors()
+        if set(state) != {*mine, "tokens"} or any(state[k].shape != x.shape for k, x in mine.items()):
+            raise BadInput("saved statistics belong to another pair or other options; delete them, or use another folder")
+        self.tokens = int(state["tokens"])
+        for name, x in mine.items():
+            x.copy_(state[name])
+
+    def product(self, a: str, b: str) -> Tensor:
+        """Return aᵀb, uncentred: [columns of a, columns of b]."""
+        if b not in self.partners.get(a, ()):
+            return self._slice(b, a).T
+        return self._slice(a, b)
+
+    def _slice(self, a: str, b: str) -> Tensor:
+        start = 0
+        for name in self.partners[a]:
+            if name == b:
+                return self.products[a][:, start : start + self.dims[b]]
+            start += self.dims[name]
+        raise KeyError(f"the product of {a} and {b} was not accumulated")
+
+    def moments(self, features: Sequence[str], output: str, *, like: Moments | None = None) -> Moments:
+        """Return the second moments of some blocks.
+
+        With `like`, centre and scale as those other moments do (held-out data in the training data's coordinates).
+        """
+        n = max(self.tokens, 1)
+        raw = torch.cat([torch.cat([self.product(a, b) for b in features], 1) for a in features], 0) / n
+        raw_cross = torch.cat([self.product(a, output) for a in features], 0) / n
+        mean = torch.cat([self.sums[a] for a in features]) / n
+        out_mean, out_square = self.sums[output] / n, self.squares[output] / n
+        mu, scale, nu = (mean, None, out_mean) if like is None else (like.feature_mean, like.feature_scale, like.output_mean)
+        gram = raw - torch.outer(mean, mu) - torch.outer(mu, mean) + torch.outer(mu, mu)
+        cross = raw_cross - torch.outer(mean, nu) - torch.outer(mu, out_mean) + torch.outer(mu, nu)
+        variance = out_square - 2 * nu * out_mean + nu.square()
+        if scale is None:
+            scale = gram.diagonal().clamp(min=0).sqrt()
+            # A column that never moves carries nothing: scale 1 leaves it at 0 after centring.
+            scale = torch.where(scale > 1e-12 * scale.max().clamp(min=1e-300), scale, torch.ones_like(scale))
+        gram = gram / torch.outer(scale, scale)
+        return Moments(gram, cross / scale[:, None], mu, scale, nu, variance, self.tokens)

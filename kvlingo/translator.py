@@ -1,0 +1,362 @@
+"""The maps: a source's position-free keys and values (and the text) in, the target's out.
+
+One class for every use. Ridge initialises it, distillation trains the same object, inference calls it. Its inputs are named
+feature blocks, each optional: the token-only control has no source blocks, the privacy split no embedding blocks. Knows
+tensors and geometry; does not know models, tokenizers or caches' insides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kvlingo.cache import KV, flatten_heads, split_heads
+from kvlingo.errors import IncompatiblePair
+from kvlingo.geometry import Geometry, LayerGeometry
+
+MapKind = Literal["linear", "headwise", "lowrank"]
+MAP_KINDS: tuple[MapKind, ...] = ("linear", "headwise", "lowrank")
+
+
+@dataclass(frozen=True)
+class TranslatorConfig:
+    """Everything that gives a translator its shape.
+
+    Fields:
+        source, target: the two caches' geometries.
+        source_layers: for each target layer the source layers it reads; empty for the token-only control.
+        source_lags: how many source tokens before the aligned one are read (0 = the aligned one).
+        embedding_lags: which of the target's own token embeddings are read (0 = the token, 1 = the one before).
+        map_kind: linear (head-mixing), headwise (one head to one head), lowrank (head-mixing through `rank` dims).
+        residual_width: hidden width of the head-mixing MLP residual; 0 for none.
+        key_norms: which layers' keys end in the target's own norm: "head", "layer" (over all heads at once) or None.
+    """
+
+    source: Geometry
+    target: Geometry
+    source_layers: tuple[tuple[int, ...], ...]
+    source_lags: tuple[int, ...] = (0,)
+    embedding_lags: tuple[int, ...] = (0, 1)
+    map_kind: MapKind = "linear"
+    rank: int = 0
+    residual_width: int = 0
+    key_norms: tuple[str | None, ...] = ()
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the target's text is among the features."""
+        return bool(self.embedding_lags)
+
+    @property
+    def reads_source(self) -> bool:
+        """Whether the source's cache is among the features."""
+        return any(self.source_layers)
+
+    @property
+    def first_layer(self) -> int:
+        """The first target layer with a map: with the text known, layer 0 is exact without one."""
+        return 1 if self.reads_text else 0
+
+    def blocks(self, layer: int) -> tuple[str, ...]:
+        """Return the names of the feature blocks that a target layer reads, in order."""
+        source = [source_block(s, lag) for s in self.source_layers[layer] for lag in self.source_lags]
+        return (*source, *(embedding_block(lag) for lag in self.embedding_lags))
+
+    def width(self, block: str) -> int:
+        """Return the number of columns of a block."""
+        kind, index, *_ = block.split("/")
+        return self.target.hidden_size if kind == "embedding" else self.source.layers[int(index)].width
+
+    def feature_width(self, layer: int) -> int:
+        """Return the number of features of a target layer's map."""
+        return sum(self.width(block) for block in self.blocks(layer))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain dict that `from_json` restores."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TranslatorConfig:
+        """Restore what `to_json` gave."""
+        tuples = {k: tuple(data[k]) for k in ("source_lags", "embedding_lags", "key_norms")}
+        return cls(
+            **{
+                **data,
+                **tuples,
+                "source": Geometry.from_json(data["source"]),
+                "target": Geometry.from_json(data["target"]),
+                "source_layers": tuple(map(tuple, data["source_layers"])),
+            }
+        )
+
+
+def source_block(layer: int, lag: int) -> str:
+    """Name the keys and values of one source layer, `lag` tokens before the aligned one."""
+    return f"source/{layer}/{lag}"
+
+
+def embedding_block(lag: int) -> str:
+    """Name the target's embedding of the token `lag` places back."""
+    return f"embedding/{lag}"
+
+
+def feature_blocks(
+    names: Sequence[str], *, source: KV | None, alignment: Tensor, embeddings: Tensor | None, start: int = 0
+) -> dict[str, Tensor]:
+    """Gather feature blocks for the target tokens `start` … `start + len(alignment)` of a conversation.
+
+    Args:
+        source: the source's cache, batch 1.
+        alignment: [tokens] source token of each target token, all >= 0.
+        embeddings: [all target tokens, hidden]: the target's own input embeddings of the whole conversation.
+
+    Returns each block as [tokens, columns], float32 at least. Before the first token, lagged blocks repeat it.
+    """
+    blocks: dict[str, Tensor] = {}
+    place = torch.arange(start, start + len(alignment))
+    for name in names:
+        kind, *numbers = name.split("/")
+        if kind == "embedding":
+            if embeddings is None:
+                raise IncompatiblePair("this translator reads the text's embeddings; give the target's token ids")
+            rows = embeddings[(place - int(numbers[0])).clamp(min=0).to(embeddings.device)]
+        else:
+            if source is None:
+                raise IncompatiblePair("this translator reads a source cache; give one")
+            layer, lag = map(int, numbers)
+            index = (alignment - lag).clamp(min=0).to(source.keys[layer].device)
+            rows = torch.cat(
+                (source.keys[layer][0].index_select(1, index), source.values[layer][0].index_select(1, index)), 0
+            ) if _uniform(source, layer) else source.flat(layer)[0].index_select(0, index)
+            if rows.ndim == 3:
+                rows = rows.transpose(0, 1).flatten(1)
+        blocks[name] = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return blocks
+
+
+def _uniform(kv: KV, layer: int) -> bool:
+    return kv.keys[layer].shape[3] == kv.values[layer].shape[3]
+
+
+def unit_keys(keys: Tensor, weight: Tensor, kind: str) -> Tensor:
+    """Divide normed keys [batch, heads, tokens, dim] by the norm's weight, which leaves vectors of RMS about 1.
+
+    Dims whose weight is 0 carry nothing in the cache and become 0.
+    """
+    weight = weight.to(keys)
+    inverse = torch.where(weight == 0, torch.zeros_like(weight), 1 / weight)
+    if kind == "head":
+        return keys * inverse
+    return split_heads(flatten_heads(keys) * inverse, keys.shape[1])
+
+
+class LayerMap(nn.Module):
+    """Map one target layer's features [tokens, features] to its keys and values.
+
+    Features are standardised first (their scales differ by orders of magnitude), so that weights quantise well and one
+    learning rate fits all.
+    """
+
+    def __init__(self, config: TranslatorConfig, layer: int) -> None:
+        super().__init__()
+        self.shape = config.target.layers[layer]
+        self.norm_kind = config.key_norms[layer] if config.key_norms else None
+        width = config.feature_width(layer)
+        self.register_buffer("feature_mean", torch.zeros(width))
+        self.register_buffer("feature_scale", torch.ones(width))
+        if self.norm_kind:
+            norm_width = self.shape.key_dim if self.norm_kind == "head" else self.shape.key_width
+            self.register_buffer("key_norm_weight", torch.ones(norm_width))
+        self.linear = make_map(config, layer)
+        self.bias = nn.Parameter(torch.zeros(self.shape.width))
+        self.residual = (
+            Residual(width, config.residual_width, self.shape.width) if config.residual_width else None
+        )
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return position-free keys and values, each [1, kv_heads, tokens, dim]."""
+        x = (features - self.feature_mean) / self.feature_scale
+        y = self.linear(x) + self.bias
+        if self.residual is not None:
+            y = y + self.residual(x)
+        return self.finish(y)
+
+    def finish(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Split outputs [tokens, width] into heads and let the target's own key norm finish the keys."""
+        keys, values = y[None].split((self.shape.key_width, self.shape.value_width), dim=-1)
+        if self.norm_kind == "layer":
+            keys = rms_normalise(keys) * self.key_norm_weight
+        keys = split_heads(keys, self.shape.kv_heads)
+        if self.norm_kind == "head":
+            keys = rms_normalise(keys) * self.key_norm_weight
+        return keys, split_heads(values, self.shape.kv_heads)
+
+
+def rms_normalise(x: Tensor) -> Tensor:
+    """Scale the last dim to RMS 1 (no epsilon beyond what keeps 0 finite: a unit vector must stay itself)."""
+    return x / x.square().mean(-1, keepdim=True).clamp(min=1e-30).sqrt()
+
+
+class LinearMap(nn.Module):
+    """Head-mixing: every feature may reach every output."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(inputs, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, inputs] -> [tokens, outputs]."""
+        return x @ self.weight
+
+
+class LowRankMap(nn.Module):
+    """Head-mixing through `rank` dims."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.zeros(inputs, rank))
+        self.up = nn.Parameter(torch.zeros(rank, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, inputs] -> [tokens, outputs]."""
+        return (x @ self.down) @ self.up
+
+
+class HeadwiseMap(nn.Module):
+    """One source head to one target head, keys to keys and values to values; text features reach all.
+
+    Target head h reads source head h * source_heads // target_heads of each paired layer.
+    """
+
+    def __init__(self, key_index: Tensor, value_index: Tensor, key_dim: int, value_dim: int) -> None:
+        super().__init__()
+        self.register_buffer("key_index", key_index)  # [heads, features of a head]
+        self.register_buffer("value_index", value_index)
+        heads, inputs = key_index.shape
+        self.key_weight = nn.Parameter(torch.zeros(heads, inputs, key_dim))
+        self.value_weight = nn.Parameter(torch.zeros(heads, value_index.shape[1], value_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, inputs] -> [tokens, outputs]."""
+        keys = torch.einsum("thf,hfd->thd", x[:, self.key_index], self.key_weight)
+        values = torch.einsum("thf,hfd->thd", x[:, self.value_index], self.value_weight)
+        return torch.cat((keys.flatten(1), values.flatten(1)), dim=-1)
+
+
+class Residual(nn.Module):
+    """Head-mixing MLP that starts at zero, so that training starts at the ridge solution."""
+
+    def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.enter = nn.Linear(inputs, hidden)
+        self.leave = nn.Linear(hidden, outputs, bias=False)
+        nn.init.zeros_(self.leave.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, inputs] -> [tokens, outputs]."""
+        return self.leave(nn.functional.gelu(self.enter(x)))
+
+
+def make_map(config: TranslatorConfig, layer: int) -> nn.Module:
+    """Build the map of one target layer as its kind asks."""
+    shape, width = config.target.layers[layer], config.feature_width(layer)
+    if config.map_kind == "lowrank":
+        return LowRankMap(width, shape.width, min(config.rank, width, shape.width))
+    if config.map_kind == "headwise":
+        key_index, value_index = headwise_columns(config, layer)
+        return HeadwiseMap(key_index, value_index, shape.key_dim, shape.value_dim)
+    return LinearMap(width, shape.width)
+
+
+def headwise_columns(config: TranslatorConfig, layer: int) -> tuple[Tensor, Tensor]:
+    """Return which feature columns each target head's keys and values read: two [heads, columns]."""
+    shape = config.target.layers[layer]
+
+    def columns(head: int, values: bool) -> list[int]:
+        chosen, offset = [], 0
+        for block in config.blocks(layer):
+            kind, index, *_ = block.split("/")
+            if kind == "embedding":
+                chosen += range(offset, offset + config.width(block))
+            else:
+                chosen += [offset + c for c in head_columns(config.source.layers[int(index)], head, shape.kv_heads, values)]
+            offset += config.width(block)
+        return chosen
+
+    heads = range(shape.kv_heads)
+    return torch.tensor([columns(h, False) for h in heads]), torch.tensor([columns(h, True) for h in heads])
+
+
+def head_columns(source: LayerGeometry, head: int, heads: int, values: bool) -> range:
+    """Return the columns of the source head that belongs to target head `head` of `heads`."""
+    paired = head * source.kv_heads // heads
+    dim = source.value_dim if values else source.key_dim
+    first = (source.key_width if values else 0) + paired * dim
+    return range(first, first + dim)
+
+
+class Translator(nn.Module):
+    """All maps of one direction of one pair."""
+
+    def __init__(self, config: TranslatorConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.maps = nn.ModuleDict(
+            {str(layer): LayerMap(config, layer) for layer in range(config.first_layer, len(config.target))}
+        )
+
+    def forward(
+        self,
+        source: KV | None,
+        alignment: Tensor,
+        embeddings: Tensor | None,
+        *,
+        start: int = 0,
+        skip: Sequence[int] | None = None,
+        native: KV | None = None,
+    ) -> KV:
+        """Translate the target tokens `start` … `start + len(alignment)`.
+
+        Args:
+            source, alignment, embeddings: as for `feature_blocks`.
+            skip: per target layer how many of the first tokens are not needed (they lie outside a sliding window).
+            native: exact KV of the first target layers for these tokens, used as they are; must cover layer 0 if the
+                translator has no map for it.
+
+        Returns the target's position-free KV of these tokens, without the skipped ones.
+        """
+        config, tokens = self.config, len(alignment)
+        exact = 0 if native is None else len(native)
+        if exact < config.first_layer:
+            raise IncompatiblePair("a translator that reads the text has no map for layer 0; give its exact KV as `native`")
+        skip = skip or [0] * len(config.target)
+        names = sorted({b for layer in range(exact, len(config.target)) for b in config.blocks(layer)})
+        blocks = feature_blocks(names, source=source, alignment=alignment, embeddings=embeddings, start=start)
+        keys, values = [], []
+        for layer in range(len(config.target)):
+            if native is not None and layer < exact:
+                k, v = (x[:, :, min(skip[layer], tokens) :] for x in (native.keys[layer], native.values[layer]))
+            else:
+                features = torch.cat([blocks[b][skip[layer] :] for b in config.blocks(layer)], dim=-1)
+                k, v = self.maps[str(layer)](features)
+            keys.append(k)
+            values.append(v)
+        return KV(tuple(keys), tuple(values), tokens)
+
+    def num_bytes(self, bytes_per_weight: float = 4) -> int:
+        """Return the size of all maps when stored with so many bytes a weight."""
+        return int(sum(p.numel() for p in self.parameters()) * bytes_per_weight)
+
+
+def check_geometry(config: TranslatorConfig, source: Geometry, target: Geometry) -> None:
+    """Raise `IncompatiblePair` unless the two models' caches look as the translator expects."""
+    for side, expected, got in (("source", config.source, source), ("target", config.target, target)):
+        if replace(expected, max_positions=None) != replace(got, max_positions=None):
+            raise IncompatiblePair(
+                f"this translator's {side} has {len(expected)} layers of {expected.layers[0].width} features, "
+                f"got {len(got)} of {got.layers[0].width}; use the translator of this pair, or fit one: kvlingo fit"
+            )
