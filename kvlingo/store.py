@@ -309,7 +309,7 @@ def replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         sync_folder(folder.parent)
     finally:
         if old.exists() and not folder.exists():
-            pass
+            old.rename(folder)
         elif old.exists():
             retire(old, folder)
         shutil.rmtree(partial, ignore_errors=True)
