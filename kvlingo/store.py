@@ -1,24 +1,19 @@
 """A translator on disk and on the hub: safetensors, JSON and a model card in one folder.
 
 Knows file formats. What is known about a translator is `manifest`'s business, the card's text
-`readme`'s. Nothing in an
-artifact is ever executed: no pickle, no code from a hub.
+`readme`'s. Nothing in an artifact is ever executed: no pickle, no code from a hub.
 
 Layout of the folder:
     translator.safetensors  the weights: float32, bfloat16, or int8 with one scale per output
-    translator.json         format, both models' identities, the translator's config, options,
-    report, hashes README.md               the model card
+    translator.json         both models' identities, the translator's config, options, report, hash
+    README.md               the model card
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import re
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -33,6 +28,7 @@ from torch import Tensor, nn
 
 from kvlingo import __version__
 from kvlingo.errors import BadArtifact, BadInput, MissingExtra
+from kvlingo.files import replace_folder
 from kvlingo.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -104,8 +100,7 @@ def save_translator(
     Returns the manifest as written.
 
     Raises:
-        BadInput: the folder can't or must not be written, the disk is full, or the weights are not
-        finite.
+        BadInput: the folder must not or can't be written, the disk is full, or weights are NaN.
     """
     if dtype not in get_args(StorageType):
         raise BadInput(
@@ -127,8 +122,7 @@ def save_translator(
         MANIFEST_FILE: (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode(),
         CARD_FILE: model_card(manifest).encode(),
     }
-    with clear_write_errors(folder, sum(map(len, files.values()))):
-        replace_folder(folder, files)
+    replace_folder(folder, files)
     return manifest
 
 
@@ -259,9 +253,6 @@ def verify_weights(file: Path, expected: WeightsCard) -> None:
         )
 
 
-# Writing
-
-
 def refuse_to_replace(folder: Path, overwrite: bool) -> None:
     """Raise `BadInput` where saving would destroy something."""
     if folder.exists() and not folder.is_dir():
@@ -274,70 +265,6 @@ def refuse_to_replace(folder: Path, overwrite: bool) -> None:
             f"{folder} already holds a translator; choose another folder, or overwrite it "
             f"(overwrite=True)"
         )
-
-
-@contextmanager
-def clear_write_errors(folder: Path, num_bytes: int) -> Iterator[None]:
-    """Turn the system's refusals to write into `BadInput`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise BadInput(
-                f"no space left to save {folder} ({num_bytes / 1e6:.1f} MB); free some and save "
-                f"again: nothing was changed"
-            ) from error
-        raise BadInput(
-            f"can't write {folder} ({error.strerror or error}); choose another folder: nothing was "
-            f"changed"
-        ) from error
-
-
-def replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Put `files` into `folder`, all of them or none, through a sibling on the same disk."""
-    mark = f"{os.getpid()}-{secrets.token_hex(4)}"
-    partial = folder.with_name(f".{folder.name}.{mark}.partial")
-    old = folder.with_name(f".{folder.name}.{mark}.old")
-    try:
-        partial.mkdir(parents=True)
-        for name, data in files.items():
-            write_synced(partial / name, data)
-        sync_folder(partial)
-        if folder.exists():
-            folder.rename(old)
-        partial.rename(folder)
-        sync_folder(folder.parent)
-    finally:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        elif old.exists():
-            retire(old, folder)
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def retire(old: Path, new: Path) -> None:
-    """Move what is not ours from the old folder to the new one, then remove the old one."""
-    for entry in old.iterdir():
-        if entry.name not in ARTIFACT_FILES:
-            entry.rename(new / entry.name)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def write_synced(file: Path, data: bytes) -> None:
-    """Write a file and wait until the disk has it."""
-    with file.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the disk has a folder's entries."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # The hub

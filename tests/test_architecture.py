@@ -16,7 +16,7 @@ PACKAGE = REPO / "kvlingo"
 ORDER = re.findall(
     r"\w+",
     """
-    errors geometry rope cache models alignment pairing plan cost texts stats ridge translator
+    errors files geometry rope cache models alignment pairing plan cost texts stats ridge translator
     corpus fitting handoff distillation metrics report evaluation manifest readme store
     assets demo cli
     """,

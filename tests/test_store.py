@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from kvlingo import files, store
 from kvlingo import manifest as manifests
-from kvlingo import store
 from kvlingo.errors import BadArtifact, BadInput, IncompatiblePair, KVLingoError, MissingExtra
 from kvlingo.geometry import Geometry, LayerGeometry, LayerRope
 from kvlingo.manifest import Manifest, ModelCard, plain
@@ -507,12 +507,12 @@ STEPS = ["write_synced", "sync_folder", "second write", "into place"]
 def break_at(step: str, failure: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     if step == "second write":
         calls: Iterator[bool] = iter([True, False])
-        write = store.write_synced
+        write = files.write_synced
 
         def fail_second(file: Path, data: bytes) -> None:
             write(file, data) if next(calls) else failure()
 
-        monkeypatch.setattr(store, "write_synced", fail_second)
+        monkeypatch.setattr(files, "write_synced", fail_second)
     elif step == "into place":
         rename = Path.rename
 
@@ -521,7 +521,7 @@ def break_at(step: str, failure: Callable[..., None], monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(Path, "rename", fail_into_place)
     else:
-        monkeypatch.setattr(store, step, failure)
+        monkeypatch.setattr(files, step, failure)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -556,9 +556,9 @@ def test_an_interrupt_after_the_swap_leaves_the_new_one(
 ) -> None:
     (folder / "loss.json").write_text("[1]")
     newer = make_translator()
-    sync = store.sync_folder
+    sync = files.sync_folder
     monkeypatch.setattr(
-        store, "sync_folder", lambda p: interrupt() if p == folder.parent else sync(p)
+        files, "sync_folder", lambda p: interrupt() if p == folder.parent else sync(p)
     )
     with pytest.raises(KeyboardInterrupt):
         save_translator(folder, newer, MANIFEST, overwrite=True)
