@@ -295,7 +295,8 @@ def why_failed(arms: ArmMetrics, paired: ArmMetrics, itself: float | None) -> tu
     if itself is None:
         reasons.append("native has no KL, so the self-check could not be made")
     elif not itself <= SELF_CHECK_NATS:
-        reasons.append(f"KL of native to itself is {itself:.1e} nats, not {SELF_CHECK_NATS:.0e}")
+        limit = f"expected at most {SELF_CHECK_NATS:.0e}"
+        reasons.append(f"KL of native to itself is {itself:.1e} nats, {limit}")
     if "translated" not in arms:
         return (*reasons, "translated was not scored")
     if arms["translated"]["kl_nats"] is None:
