@@ -17,7 +17,7 @@ ORDER = re.findall(
     r"\w+",
     """
     errors files geometry rope cache models alignment pairing plan cost texts stats ridge translator
-    corpus fitting handoff distillation metrics report evaluation manifest readme store
+    corpus metrics handoff fitting distillation report evaluation manifest readme store
     assets demo cli
     """,
 )
