@@ -1,8 +1,8 @@
 """Two tokenizers, one text: which source token feeds each target token.
 
-Knows how ids spell bytes, where a chat template puts the contents of its messages, and how the bytes of two readings
-correspond. Works on the ids that are really in a cache: they are spelled out byte by byte, never tokenised again. Does
-not know models, caches or plans.
+Knows how ids spell bytes, where a chat template puts the contents of its messages, and how the
+bytes of two readings correspond. Works on the ids that are really in a cache: they are spelled out
+byte by byte, never tokenised again. Does not know models, caches or plans.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -53,8 +53,8 @@ class Reading:
     Fields:
         ids: the token ids, in order.
         spans: the bytes [start, stop) of each id in `stream`; an id without text has an empty span.
-        contents: the ranges of `stream` that hold contents (plain text: one; chat: one per message); all else is
-            template or special tokens.
+        contents: the ranges of `stream` that hold contents (plain text: one; chat: one per
+            message); all else is template or special tokens.
         stream: the literal bytes of all ids, special tokens included with their literal text.
     """
 
@@ -65,27 +65,27 @@ class Reading:
 
     def __post_init__(self) -> None:
         edges = [0, *(edge for content in self.contents for edge in content), len(self.stream)]
-        if len(self.ids) != len(self.spans) or any(
-            a > b for a, b in zip(edges, edges[1:], strict=False)
-        ):
+        if len(self.ids) != len(self.spans) or any(a > b for a, b in pairwise(edges)):
             raise BadInput(
-                f"{len(self.ids)} ids, {len(self.spans)} spans, contents {list(self.contents)[:8]} of "
-                f"{len(self.stream)} bytes don't fit together; give ordered byte ranges inside the reading"
+                f"{len(self.ids)} ids, {len(self.spans)} spans and contents {self.contents[:8]} of "
+                f"{len(self.stream)} bytes don't fit together; give ordered ranges of the stream"
             )
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
-# ---------------------------------------------------------------------------------------------- reading
+# --- reading ---
 
 
 def read_text(tokenizer: Any, text: str) -> Reading:
-    """Tokenise plain text as its model reads it: BOS first, if the tokenizer uses one, exactly once.
+    """Tokenise plain text as its model reads it: BOS first, once, if the tokenizer uses one.
 
-    A closing special token (EOS) that some tokenizers append is left out: the text is to be continued.
+    A closing special token (EOS) that some tokenizers append is left out: the text is to be
+    continued.
 
-    Raises `BadInput` for text that no tokenizer can read, `UnsupportedModel` for a tokenizer whose bytes are unknown.
+    Raises `BadInput` for text that no tokenizer can read, `UnsupportedModel` for a tokenizer whose
+    bytes are unknown.
     """
     ids, stream, spans = _tokenize(tokenizer, text)
     whole = (0, len(text.encode()))
@@ -97,8 +97,8 @@ def read_chat(
 ) -> Reading:
     """Render messages with the tokenizer's chat template (or `PLAIN_TEMPLATE`) and tokenise them.
 
-    One content per message, empty where the template drops it. BOS comes exactly once, from the template or from here.
-    A content may be a string, None, or a list of text parts.
+    One content per message, empty where the template drops it. BOS comes exactly once, from the
+    template or from here. A content may be a string, None, or a list of text parts.
 
     Raises `BadInput` for messages the template refuses.
     """
@@ -116,9 +116,9 @@ def reading_of_ids(
 ) -> Reading:
     """Spell out ids that are really in a cache.
 
-    Without `contents` (byte ranges of the stream) there is one: everything after the leading special tokens and before
-    the trailing ones. An id the tokenizer has no token for (a model's padded vocabulary can sample one) is masked: it
-    counts as a special token without text.
+    Without `contents` (byte ranges of the stream) there is one: everything after the leading
+    special tokens and before the trailing ones. An id the tokenizer has no token for (a model's
+    padded vocabulary can sample one) is masked: it counts as a special token without text.
 
     Raises `BadInput` for numbers that are no ids, or contents outside the stream.
     """
@@ -131,7 +131,10 @@ def reading_of_ids(
 
 
 def read_more(tokenizer: Any, reading: Reading, ids: Sequence[int] | Tensor) -> Reading:
-    """Append ids that a model generated after `reading`, as one more content (special tokens at its ends left out)."""
+    """Append ids that a model generated after `reading`, as one more content.
+
+    Special tokens at their ends (an end of turn) are not part of it.
+    """
     ids = _plain_ids(ids)
     spelling = _spelling(tokenizer)
     stream, spans = spelling.spell(ids)
@@ -142,17 +145,27 @@ def read_more(tokenizer: Any, reading: Reading, ids: Sequence[int] | Tensor) -> 
     return Reading(reading.ids + ids, reading.spans + moved, contents, reading.stream + stream)
 
 
+def first_tokens(reading: Reading, count: int) -> Reading:
+    """Return the reading of the first `count` ids; contents are cut, later ones dropped."""
+    spans = reading.spans[:count]
+    end = spans[-1][1] if spans else 0
+    contents = tuple((a, min(b, end)) for a, b in reading.contents if a <= end)
+    return Reading(reading.ids[:count], spans, contents, reading.stream[:end])
+
+
 def leading_ids(tokenizer: Any) -> tuple[int, ...]:
     """Return the special ids that the tokenizer puts before a text (BOS, or nothing)."""
-    full, plain = (
-        tuple(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False)
-    )
+    full = tuple(tokenizer("a")["input_ids"])
+    plain = _encode(tokenizer, "a")
     starts = (i for i in range(len(full)) if full[i : i + len(plain)] == plain)
     return full[: next(starts, 0)]
 
 
 def _tokenize(tokenizer: Any, text: str) -> tuple[tuple[int, ...], bytes, tuple[Span, ...]]:
-    """The one tokenise path: no special tokens of its own, then the leading ones unless the text has them already."""
+    """Return a text's ids, their bytes and spans: the one path on which text becomes ids.
+
+    The leading special tokens are put first unless the text (a rendered template) has them.
+    """
     spelling = _spelling(tokenizer)
     ids = _encode(tokenizer, text)
     leading = leading_ids(tokenizer)
@@ -168,15 +181,13 @@ def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
         text.encode()
     except UnicodeEncodeError as error:
         raise BadInput(
-            f"the text holds a lone surrogate at character {error.start}; decode it with errors='replace'"
+            f"the text holds a lone surrogate at character {error.start}; "
+            "decode it with errors='replace'"
         ) from error
     if not text:
         return ()
-    return tuple(
-        tokenizer(text, add_special_tokens=False, truncation=False, padding=False, verbose=False)[
-            "input_ids"
-        ]
-    )
+    whole = {"truncation": False, "padding": False, "verbose": False}
+    return tuple(tokenizer(text, add_special_tokens=False, **whole)["input_ids"])
 
 
 def _plain_ids(ids: Sequence[int] | Tensor) -> tuple[int, ...]:
@@ -191,7 +202,10 @@ def _plain_ids(ids: Sequence[int] | Tensor) -> tuple[int, ...]:
 def _inner(
     spelling: Spelling, ids: Sequence[int], spans: Sequence[Span], stream: bytes, *, at_start: bool
 ) -> Span:
-    """Return the bytes between the special tokens at both ends, without the space a tokenizer puts before a text."""
+    """Return the bytes between the special tokens at both ends.
+
+    At the start of a text the space that the tokenizer puts before it is left out.
+    """
     inner = [i for i, token in enumerate(ids) if not spelling.is_special(token)]
     if not inner:
         return len(stream), len(stream)
@@ -200,7 +214,7 @@ def _inner(
     return start + dummy, stop
 
 
-# ---------------------------------------------------------------------------------------------- chat
+# --- chat ---
 
 
 def _plain_message(message: Message) -> dict[str, Any]:
@@ -208,19 +222,20 @@ def _plain_message(message: Message) -> dict[str, Any]:
     if not isinstance(message, Mapping) or "role" not in message:
         raise BadInput("a chat message must be a mapping with 'role' and 'content'")
     content = message.get("content")
-    if content is None:
-        content = ""
-    if not isinstance(content, str):
-        parts = content if isinstance(content, (list, tuple)) else [content]
-        if not all(
-            isinstance(p, Mapping) and p.get("type") == "text" and isinstance(p.get("text"), str)
-            for p in parts
-        ):
-            raise BadInput(
-                "a message content must be text or a list of text parts; images and other parts can't be read"
-            )
-        content = "".join(part["text"] for part in parts)
-    return {**message, "content": content}
+    if isinstance(content, (list, tuple)):
+        content = "".join(map(_text_part, content))
+    elif content is not None and not isinstance(content, str):
+        content = _text_part(content)
+    return {**message, "content": content or ""}
+
+
+def _text_part(part: Any) -> str:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        raise BadInput(
+            "a message holds something else than text; give text or a list of text parts"
+        )
+    return text
 
 
 def _render(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
@@ -245,17 +260,19 @@ def _content_ranges(
 ) -> list[Span]:
     """Find each message's content in the rendered chat.
 
-    The template is rendered once more with marks for contents: what stands between two marks is the template's own
-    text, so that a content is found by its place and not by a search that "user" could lead astray.
+    The template is rendered once more with marks for contents: what stands between two marks is the
+    template's own text, so that a content is found by its place and not by a search that "user"
+    could lead astray.
     """
     contents = [message["content"] for message in messages]
     blank = {i for i, content in enumerate(contents) if not content.strip()}
-    for unmarked in (set(), blank):
+    ranges: list[Span] = []
+    for unmarked in (set(), blank):  # a template may leave blank messages out
         marks = {i: f"\ue000{i}\ue001" for i in range(len(contents)) if i not in unmarked}
         marked = [{**m, "content": marks.get(i, m["content"])} for i, m in enumerate(messages)]
         try:
             skeleton = _Skeleton.cut(_render(tokenizer, marked, add_generation_prompt), marks)
-        except BadInput:
+        except BadInput:  # the template reads contents: search for them in order
             skeleton = _Skeleton(list(marks), [""] * (len(marks) + 1))
         ranges, exact = _walk(rendered, skeleton, contents)
         if exact:
@@ -265,14 +282,14 @@ def _content_ranges(
 
 @dataclass(frozen=True)
 class _Skeleton:
-    """A rendered chat without its contents: which ones it holds, and the template text around them."""
+    """A rendered chat without contents: which ones it holds, and the text around them."""
 
     found: list[int]
     literals: list[str]
 
     @classmethod
     def cut(cls, marked: str, marks: Mapping[int, str]) -> _Skeleton:
-        """Cut a chat rendered with marks at the marks; one that the template dropped is not found."""
+        """Cut a chat rendered with marks at the marks; dropped ones are not found."""
         found: list[int] = []
         literals: list[str] = []
         cursor = 0
@@ -295,17 +312,23 @@ def _walk(rendered: str, skeleton: _Skeleton, contents: list[str]) -> tuple[list
     for index, before, after in zip(
         skeleton.found, skeleton.literals, skeleton.literals[1:], strict=False
     ):
-        place = rendered.find(before, stop)
-        exact &= place == stop
-        start = place + len(before) if place >= 0 else stop
+        start, found = _content_start(rendered, stop, before)
         stop, fits = _content_stop(rendered, start, contents[index], after)
-        exact &= fits
+        exact &= found and fits
         placed[index] = _kept(rendered, start, stop, contents[index])
     ranges: list[Span] = []
     for index in range(len(contents)):
         last = ranges[-1][1] if ranges else 0
         ranges.append(placed.get(index, (last, last)))
     return ranges, exact and rendered[stop:] == skeleton.literals[-1]
+
+
+def _content_start(rendered: str, stop: int, before: str) -> tuple[int, bool]:
+    """Return where the template text from `stop` on ends, and whether it is as expected."""
+    if rendered.startswith(before, stop):
+        return stop + len(before), True
+    found = _search(rendered, before, stop, tail=True)
+    return found[1] if found else stop, False
 
 
 def _content_stop(rendered: str, start: int, content: str, after: str) -> tuple[int, bool]:
@@ -317,11 +340,23 @@ def _content_stop(rendered: str, start: int, content: str, after: str) -> tuple[
         stop = start + len(candidate)
         if rendered.startswith(candidate, start) and rendered.startswith(after, stop):
             return stop, True
-    stop = rendered.find(after, start) if after.strip() else -1
-    if stop < 0:
+    found = _search(rendered, after, start, tail=False)
+    if found is None:
         place = rendered.find(content.strip(), start)
-        stop = place + len(content.strip()) if place >= 0 else start
-    return stop, False
+        return (place + len(content.strip()) if place >= 0 else start), False
+    return found[0], False
+
+
+def _search(rendered: str, literal: str, start: int, *, tail: bool) -> Span | None:
+    """Find template text from `start` on, or the largest half, quarter, … of its tail (or head)."""
+    size = len(literal)
+    while size:
+        piece = literal[-size:] if tail else literal[:size]
+        place = rendered.find(piece, start) if piece.strip() else -1
+        if place >= 0:
+            return place, place + size
+        size //= 2
+    return None
 
 
 def _kept(rendered: str, start: int, stop: int, content: str) -> Span:
@@ -359,14 +394,14 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-# ---------------------------------------------------------------------------------------------- spelling
+# --- spelling ---
 
 
 def _byte_alphabet() -> dict[str, int]:
     """Return the byte for each character of the byte-level alphabet.
 
-    Printable Latin-1 bytes stand for themselves, the others for the characters from U+0100 on, in order
-    (Radford et al. 2019, GPT-2).
+    Printable Latin-1 bytes stand for themselves, the others for the characters from U+0100 on, in
+    order (Radford et al. 2019, GPT-2).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -395,34 +430,35 @@ def _spell_with_fallback(piece: str) -> bytes:
 
 
 class Spelling:
-    """How one tokenizer's ids spell bytes. Spelled ids are kept, so that each is looked up once."""
+    """How one tokenizer's ids spell bytes. Spelled ids are kept: each is looked up once.
 
-    def __init__(self, tokenizer: Any, spell_piece: Callable[[str], bytes]) -> None:
+    Fields:
+        dummy_space: whether the tokenizer puts a space before a text; found by `_verified`.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
         added = tokenizer.added_tokens_decoder
-        self._pieces = tokenizer.convert_ids_to_tokens
-        self._spell_piece = spell_piece
-        self._special = {i for i, token in added.items() if token.special} | set(
-            tokenizer.all_special_ids
-        )
-        self._spelled: dict[int, bytes] = {
-            i: (token.content or "").encode() for i, token in added.items()
-        }
+        self._backend = _backend(tokenizer)
+        self._spell_piece = _piece_speller(json.loads(self._backend.to_str()))
+        self._special = {i for i, token in added.items() if token.special}
+        self._special.update(tokenizer.all_special_ids)
+        self._spelled = {i: (token.content or "").encode() for i, token in added.items()}
         self._unknown: set[int] = set()
         self.dummy_space = False
 
     def spell(self, ids: Sequence[int]) -> tuple[bytes, tuple[Span, ...]]:
         """Return the bytes of all ids together, and each one's span in them."""
-        new = [i for i in dict.fromkeys(ids) if i not in self._spelled]
-        for token, piece in zip(new, self._pieces(new) if new else (), strict=True):
+        for token in set(ids) - self._spelled.keys():
+            piece = self._backend.id_to_token(token)
             if piece is None:
                 self._unknown.add(token)
             self._spelled[token] = b"" if piece is None else self._spell_piece(piece)
-        texts = [self._spelled[i] for i in ids]
+        texts = [self._spelled[token] for token in ids]
         stops = list(accumulate(map(len, texts)))
         return b"".join(texts), tuple(zip([0, *stops], stops, strict=False))
 
     def is_special(self, token: int) -> bool:
-        """Tell whether an id is a special token, or none that the tokenizer knows. It must have been spelled."""
+        """Tell whether a spelled id is a special token, or none that the tokenizer knows."""
         return token in self._special or token in self._unknown
 
 
@@ -431,10 +467,10 @@ _spellings: WeakKeyDictionary[Any, tuple[int, Spelling]] = WeakKeyDictionary()
 
 def _spelling(tokenizer: Any) -> Spelling:
     """Return the tokenizer's spelling, verified once; anew when tokens have been added since."""
-    backend = _backend(tokenizer)
+    _backend(tokenizer)
     size, spelling = _spellings.get(tokenizer, (-1, None))
     if spelling is None or size != len(tokenizer):
-        spelling = _verified(tokenizer, Spelling(tokenizer, _piece_speller(json.loads(backend.to_str()))))
+        spelling = _verified(tokenizer, Spelling(tokenizer))
         _spellings[tokenizer] = (len(tokenizer), spelling)
     return spelling
 
@@ -444,8 +480,8 @@ def _backend(tokenizer: Any) -> Any:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedModel(
-            f"{type(tokenizer).__name__} has no tokenizer.json behind it, so its bytes can't be read; "
-            "convert it to a fast tokenizer"
+            f"{type(tokenizer).__name__} has no tokenizer.json behind it, so its ids can't be "
+            "spelled as bytes; convert it to a fast tokenizer"
         )
     return backend
 
@@ -463,99 +499,98 @@ def _parts(component: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
 
 
 def _piece_speller(backend: Mapping[str, Any]) -> Callable[[str], bytes]:
-    """Choose how pieces spell bytes from the tokenizer's own decoder (its pre-tokenizer where it has none)."""
-    component = backend.get("decoder") or backend.get("pre_tokenizer")
-    parts = list(_parts(component))
+    """Choose how pieces spell bytes from the tokenizer's decoder, else its pre-tokenizer."""
+    parts = list(_parts(backend.get("decoder") or backend.get("pre_tokenizer")))
     kinds = {part["type"] for part in parts}
+    spaced = any(p["type"] == "Replace" and p["pattern"] == {"String": _SPACE} for p in parts)
     if "ByteLevel" in kinds:
         return _spell_byte_level
     if "ByteFallback" in kinds:
         return _spell_with_fallback
-    if "Metaspace" in kinds or any(
-        p["type"] == "Replace" and p["pattern"] == {"String": _SPACE} for p in parts
-    ):
+    if "Metaspace" in kinds or spaced:
         return _spell_sentencepiece
     raise UnsupportedModel(
-        f"the tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) is neither byte-level nor sentencepiece-like, "
-        "so its ids can't be spelled as bytes; use a model with another tokenizer"
+        f"the tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) is neither byte-level nor "
+        "sentencepiece-like, so its ids can't be spelled as bytes; use a model with another one"
     )
 
 
 def _verified(tokenizer: Any, spelling: Spelling) -> Spelling:
-    """Check on probe texts that ids spell the text they came from, and see whether a space is put before it.
+    """Check on probe texts that ids spell the text they came from, and look for a dummy space.
 
-    Spaces may be added (before the text, after added tokens). Probes that need the unknown token
-    say nothing, at least one must do without.
+    The tokenizer may normalise and change white space. Probes that need the unknown token say
+    nothing, at least one must do without.
     """
-    unknown = tokenizer.unk_token_id
     checked = 0
     for probe in PROBES:
         ids = _encode(tokenizer, probe)
-        if unknown in ids:
+        if tokenizer.unk_token_id in ids:
             continue
         wanted, got = (_canonical(text)[0] for text in (probe.encode(), spelling.spell(ids)[0]))
         spelling.dummy_space |= got[:1] == " " != wanted[:1]
         if got.split() != wanted.split():
             raise UnsupportedModel(
-                f"the tokenizer's ids spell {got[:40]!r} where it read {wanted[:40]!r}, so its bytes can't be "
-                "trusted; use a model whose tokenizer keeps its text"
+                f"the tokenizer's ids spell {got[:32]!r} where it read {wanted[:32]!r}, so they "
+                "can't be aligned; use a model whose tokenizer keeps its text"
             )
         checked += 1
     if not checked:
         raise UnsupportedModel(
-            "the tokenizer reads none of the probe texts without its unknown token, so its bytes can't be verified; "
-            "use a model with another tokenizer"
+            "the tokenizer needs its unknown token for every probe text, so its ids can't be "
+            "verified; use a model with another tokenizer"
         )
     return spelling
 
 
-# ---------------------------------------------------------------------------------------------- correspondence
+# --- correspondence ---
 
 
 @dataclass
 class Correspondence:
-    """A monotone map from byte offsets of one stream to those of another: knots, straight lines between them.
+    """A monotone map from byte offsets of the target to the source's: knots and lines between them.
 
-    Two knots at one offset are a jump (bytes that only the source has). Offsets beyond the last knot have no image.
+    Two knots at one offset are a jump (bytes that only the source has). Offsets beyond the last
+    knot have no image.
+
+    Fields:
+        target, source: the knots' offsets.
+        alike: whether the two texts are the same text, but for what templates and tokenizers do.
     """
 
     target: list[int]
     source: list[int]
+    alike: bool = True
 
     def add(self, target: int, source: int) -> None:
         """Append a knot, held to be monotone."""
-        self.target.append(max(target, self.target[-1] if self.target else 0))
-        self.source.append(max(source, self.source[-1] if self.source else 0))
+        self.target.append(max(target, self.target[-1]))
+        self.source.append(max(source, self.source[-1]))
 
     def before(self, offset: int) -> int:
         """Return the image of the bytes before `offset`."""
-        return self._image(offset, bisect_left(self.target, offset))
+        return self._between(offset, bisect_left(self.target, offset))
 
     def after(self, offset: int) -> int:
         """Return the image of the bytes from `offset` on."""
         last = bisect_right(self.target, offset) - 1
-        if last >= 0 and self.target[last] == offset:
-            return self.source[last]
-        return self._image(offset, last + 1)
+        at_knot = self.target[last] == offset
+        return self.source[last] if at_knot else self._between(offset, last + 1)
 
-    def _image(self, offset: int, knot: int) -> int:
+    def _between(self, offset: int, knot: int) -> int:
+        """Return the image on the line that ends at a knot, rounded up to whole bytes."""
         if self.target[knot] == offset:
             return self.source[knot]
         t0, t1 = self.target[knot - 1 : knot + 1]
         s0, s1 = self.source[knot - 1 : knot + 1]
-        return s0 - (s0 - s1) * (offset - t0) // (
-            t1 - t0
-        )  # rounded up: whole bytes that hold the image
-
-
-_ANCHOR, _NEAR, _FAR = 6, 24, 24
+        return s0 - (s0 - s1) * (offset - t0) // (t1 - t0)
 
 
 def _correspond(source: bytes, target: bytes, *, closed: bool) -> Correspondence:
     """Find the bytes that two texts share, although templates strip and tokenizers normalise.
 
-    Closed: all of the source is there, so what has no counterpart lies between its neighbours. Not closed: the source
-    may have been cut, and the target's bytes after the last common one have no image.
+    Closed: all of the source is there, so what has no counterpart lies between its neighbours. Not
+    closed: the source may have been cut, and the target's bytes after the last common one have no
+    image.
     """
     knots = Correspondence([0], [0])
     shared = _shared_prefix(source, target, 0, 0)
@@ -569,63 +604,81 @@ def _correspond(source: bytes, target: bytes, *, closed: bool) -> Correspondence
 
 
 def _match_canonical(knots: Correspondence, source: bytes, target: bytes) -> None:
+    """Add a knot for each common character, and tell texts that have too few of them."""
     (a, a_stops), (b, b_stops) = _canonical(source), _canonical(target)
     matched = 0
     for i, j, length in _blocks(a, b):
         matched += length
-        knots.add(b_stops[j], a_stops[i])
-        for step in range(1, length + 1):
+        for step in range(length + 1):
             knots.add(b_stops[j + step], a_stops[i + step])
-    if 2 * matched < min(len(a.strip()), len(b.strip())) - 8:
-        raise BadInput(
-            f"the two readings don't hold the same text ({matched} of {min(len(a), len(b))} characters in common near "
-            f"{b[:30]!r}); give both models the same conversation"
-        )
+    knots.alike = 2 * matched >= min(len(a.strip()), len(b.strip())) - _FORGIVEN
+
+
+_FORGIVEN = 8  # characters: what broken bytes and unknown tokens may cost in a short text
+_ANCHOR = 6  # characters that must agree where two texts meet again after a difference
+_NEAR = 48  # characters, of both texts together, of a difference searched thoroughly
+_FAR = 24  # characters that must agree after a longer insertion, and where it may start
 
 
 def _blocks(a: str, b: str) -> Iterable[tuple[int, int, int]]:
-    """Yield common runs (start in a, start in b, length), in order: equal as far as it goes, then the nearest restart."""
-    i = j = 0
-    while i < len(a) and j < len(b):
+    """Yield common runs in order, as (start in a, start in b, length).
+
+    Greedy: equal as far as it goes, then the nearest place where both go on alike.
+    """
+    place: tuple[int, int] | None = (0, 0)
+    while place is not None:
+        i, j = place
         length = _shared_prefix(a, b, i, j)
-        if length:
-            yield i, j, length
-        i, j = i + length, j + length
-        restart = _restart(a, b, i, j)
-        if restart is None:
-            return
-        i, j = restart
+        yield i, j, length
+        place = _restart(a, b, i + length, j + length)
 
 
 def _restart(a: str, b: str, i: int, j: int) -> tuple[int, int] | None:
-    """Return the nearest place after a difference where both go on alike: close by, else after a long insertion."""
+    """Return where two texts go on alike after a difference at i and j, if they do.
 
-    def alike(i: int, j: int) -> bool:
-        x, y = a[i : i + _ANCHOR].rstrip(), b[j : j + _ANCHOR].rstrip()
-        return x == y and x != ""
-
-    past_space = (i + _indent(a[i:]), j + _indent(b[j:]))
-    if past_space != (i, j) and alike(*past_space):
-        return past_space
-    for total in range(1, 2 * _NEAR):
-        for skip in range(total + 1):
-            if alike(i + skip, j + total - skip):
-                return i + skip, j + total - skip
-    for skip in range(_NEAR):
-        for x, y, p, q in ((a, b, i, j + skip), (b, a, j, i + skip)):
-            anchor = y[q : q + _FAR]
-            place = x.find(anchor, p) if len(anchor.strip()) >= _ANCHOR else -1
-            if place >= 0:
-                return (place, q) if x is a else (q, place)
+    White space is skipped first, then little on both sides, then much on one.
+    """
+    if i == len(a) or j == len(b):
+        return None
+    near = ((i + n, j + total - n) for total in range(1, _NEAR) for n in range(total + 1))
+    for x, y in ((_indent(a, i), _indent(b, j)), *near):
+        if (x, y) != (i, j) and _alike(a, b, x, y):
+            return x, y
+    for n in range(min(_FAR, len(b) - j)):
+        place = _find(a, i, b[j + n : j + n + _FAR])
+        if place is not None:
+            return place, j + n
+    for n in range(min(_FAR, len(a) - i)):
+        place = _find(b, j, a[i + n : i + n + _FAR])
+        if place is not None:
+            return i + n, place
     return None
 
 
-def _indent(text: str) -> int:
-    return len(text) - len(text.lstrip())
+def _alike(a: str, b: str, i: int, j: int) -> bool:
+    x, y = a[i : i + _ANCHOR].rstrip(), b[j : j + _ANCHOR].rstrip()
+    return x == y and x != ""
+
+
+def _find(text: str, start: int, anchor: str) -> int | None:
+    place = text.find(anchor, start) if len(anchor.strip()) >= _ANCHOR else -1
+    return place if place >= 0 else None
+
+
+def _indent(text: str, start: int) -> int:
+    """Return the offset of the next character that is not white space."""
+    match = _WHITE.match(text, start)
+    return match.end() if match else start
+
+
+_WHITE = re.compile(r"\s*")
 
 
 def _shared_prefix(a: Any, b: Any, i: int, j: int) -> int:
-    """Return how far two strings (or bytes) agree from i and j on, by doubling and halving slices."""
+    """Return how far two strings (or bytes) agree from i and j on.
+
+    Compares slices, doubled while they agree and halved after: no loop over characters.
+    """
     length, step = 0, 64
     while step:
         x, y = a[i + length : i + length + step], b[j + length : j + length + step]
@@ -646,10 +699,10 @@ codecs.register_error("kvlingo-mark", _mark_bad)
 
 
 def _canonical(data: bytes) -> tuple[str, list[int]]:
-    """Return text that is the same however a tokenizer normalised it, and the byte offset before and after each char.
+    """Return text that normalising does not change, and the byte offsets around its characters.
 
-    Compatibility decomposition per character; sentencepiece's U+2581 is a space; runs of invalid bytes and of
-    replacement characters are one replacement character.
+    Compatibility decomposition per character; sentencepiece's U+2581 is a space; runs of invalid
+    bytes and of replacement characters are one replacement character.
     """
     text = data.decode(errors="kvlingo-mark")
     if text.isascii():
@@ -670,11 +723,11 @@ def _canonical(data: bytes) -> tuple[str, list[int]]:
     return "".join(chars), stops
 
 
-# ---------------------------------------------------------------------------------------------- aligning
+# --- aligning ---
 
 
 def align(source: Reading, target: Reading) -> Tensor:
-    """Return, for each target token, the index of the source token that feeds it: LongTensor [target tokens].
+    """Return the index of the source token that feeds each target token: int64 [target tokens].
 
     Where one reading's ids are the start of the other's, they are aligned one to one. Else the k-th
     content of one corresponds to the k-th of the other, byte by byte, and a target token takes the
@@ -682,9 +735,10 @@ def align(source: Reading, target: Reading) -> Tensor:
 
         alignment[j] = min { i : source.spans[i].stop >= image(target.spans[j].stop) }
 
-    Template and special tokens correspond where both sides' template begins alike; else they take the preceding
-    source token, that of the last content byte before them (before any content: source position 0). A target token
-    that ends beyond what the source has read is -1, and so are all after it. Before that the alignment never falls.
+    Template and special tokens correspond where both sides' template begins alike; else they take
+    the preceding source token, that of the last content byte before them (before any content:
+    source position 0). A target token that ends beyond what the source has read is -1, and so are
+    all after it. Before that the alignment never falls.
 
     Raises `BadInput` when contents hold different texts.
     """
@@ -707,8 +761,8 @@ def align(source: Reading, target: Reading) -> Tensor:
 def last_at_source_start(alignment: Tensor) -> int:
     """Return the number of leading target tokens that source position 0 feeds.
 
-    A model's first position is an outlier (an attention sink): these tokens stay out of the statistics and are
-    recomputed at a hand-over.
+    A model's first position is an outlier (an attention sink): these tokens stay out of the
+    statistics and are recomputed at a hand-over.
     """
     other = (alignment != 0).nonzero()
     return int(other[0]) if len(other) else len(alignment)
@@ -732,7 +786,7 @@ def _image(source: Reading, target: Reading) -> Correspondence:
             s, t = s_stop, t_stop
             if not _map_content(image, source, target, k):
                 return image
-        elif t_start < t_stop:
+        else:
             _map_gap(image, source.stream[s:], target.stream[t:t_start], s, t)
             return image
     _map_gap(image, source.stream[s:], target.stream[t:], s, t)
@@ -740,7 +794,11 @@ def _image(source: Reading, target: Reading) -> Correspondence:
 
 
 def _map_gap(image: Correspondence, source: bytes, target: bytes, s: int, t: int) -> None:
-    """Map template text at target offset t: onto the source's where it starts with that, else to what precedes it."""
+    """Map template text at target offset t.
+
+    It goes onto the source's template text at s as far as it begins with that, then onto what
+    precedes it.
+    """
     if source and target.startswith(source):
         image.add(t, s)
         image.add(t + len(source), s + len(source))
@@ -755,12 +813,18 @@ def _map_content(image: Correspondence, source: Reading, target: Reading, k: int
     (s_start, s_stop), (t_start, t_stop) = source.contents[k], target.contents[k]
     closed = k + 1 < len(source.contents) or s_stop < len(source.stream)
     knots = _correspond(source.stream[s_start:s_stop], target.stream[t_start:t_stop], closed=closed)
+    if not knots.alike:
+        raise BadInput(
+            f"content {k} differs between the two readings, near "
+            f"{target.stream[t_start : t_start + 30].decode(errors='replace')!r}; "
+            "give both models the same conversation"
+        )
     for t, s in zip(knots.target, knots.source, strict=True):
         image.add(t_start + t, s_start + s)
     return image.target[-1] >= t_stop
 
 
-# ---------------------------------------------------------------------------------------------- identity
+# --- relation ---
 
 
 @dataclass(frozen=True)
@@ -768,8 +832,8 @@ class TokenizerRelation:
     """How two tokenizers relate.
 
     Fields:
-        kind: "same" (equal ids mean equal text, always), "same_base" (but for added tokens), or "different".
-        differing: for "same_base", the added tokens that only one has or that differ in id or matching rules.
+        kind: "same" (equal ids mean equal text), "same_base" (but for added tokens), "different".
+        differing: added tokens that only one has, or that differ in id or matching rules.
     """
 
     kind: Literal["same", "same_base", "different"]
@@ -783,27 +847,19 @@ class TokenizerRelation:
 
 
 def tokenizer_relation(a: Any, b: Any) -> TokenizerRelation:
-    """Compare two tokenizers by vocabulary, merges, normaliser and added tokens, and by what they make of probe texts.
+    """Compare two tokenizers by vocabulary, merges, normaliser, added tokens and probe texts.
 
     Size and name say nothing: two tokenizers of one size can disagree on every id.
     """
     if a is b:
         return TokenizerRelation("same")
-    (base_a, added_a), (base_b, added_b) = _identity(a), _identity(b)
-    if base_a != base_b or any(_encode(a, probe) != _encode(b, probe) for probe in PROBES):
+    if any(_encode(a, probe) != _encode(b, probe) for probe in PROBES):
         return TokenizerRelation("different")
-    differing = {text for text, _ in added_a ^ added_b}
-    return (
-        TokenizerRelation("same_base", tuple(sorted(differing)))
-        if differing
-        else TokenizerRelation("same")
-    )
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """Return a hex digest of everything that decides a tokenizer's ids: vocabulary, merges, added tokens, BOS."""
-    base, added = _identity(tokenizer)
-    return _digest([base, sorted(added), leading_ids(tokenizer)])
+    (base_a, added_a), (base_b, added_b) = _identity(a), _identity(b)
+    if base_a != base_b:
+        return TokenizerRelation("different")
+    differing = tuple(sorted({text for text, _ in added_a ^ added_b}))
+    return TokenizerRelation("same_base" if differing else "same", differing)
 
 
 AddedTokens = frozenset[tuple[str, tuple[int | bool, ...]]]
@@ -811,33 +867,25 @@ _identities: WeakKeyDictionary[Any, tuple[int, str, AddedTokens]] = WeakKeyDicti
 
 
 def _identity(tokenizer: Any) -> tuple[str, AddedTokens]:
-    """Return the digest of the model without its added tokens, and those with their ids and matching rules."""
+    """Return the digest of the base, and the added tokens with their ids and matching rules."""
     size, base, added = _identities.get(tokenizer, (-1, "", frozenset()))
     if size != len(tokenizer):
         backend = json.loads(_backend(tokenizer).to_str())
         rules = ("id", "special", "normalized", "single_word", "lstrip", "rstrip")
-        added = frozenset(
-            (t["content"], tuple(t[rule] for rule in rules)) for t in backend["added_tokens"]
-        )
-        base = _base_digest(backend)
+        tokens = backend["added_tokens"]
+        added = frozenset((t["content"], tuple(t[rule] for rule in rules)) for t in tokens)
+        base = _base_digest(backend["model"], {t["content"] for t in tokens}, backend["normalizer"])
         _identities[tokenizer] = (len(tokenizer), base, added)
     return base, added
 
 
-def _base_digest(backend: Mapping[str, Any]) -> str:
-    model = backend["model"]
-    added = {token["content"] for token in backend["added_tokens"]}
-    vocab = model["vocab"]
+def _base_digest(model: Mapping[str, Any], added: set[str], normalizer: Any) -> str:
+    """Return a digest of vocabulary (without added tokens), merges, options and normaliser."""
+    vocab = model["vocab"]  # {piece: id}, or [[piece, score], …] for a unigram model
     pieces = (
-        vocab.items()
-        if isinstance(vocab, dict)
-        else ((p, (i, s)) for i, (p, s) in enumerate(vocab))
+        vocab.items() if isinstance(vocab, dict) else ((str(p), i) for i, p in enumerate(vocab))
     )
-    base = sorted((piece, place) for piece, place in pieces if piece not in added)
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges") or ()]
+    base = sorted(item for item in pieces if item[0] not in added)
     options = [model.get(name) for name in ("type", "byte_fallback", "ignore_merges")]
-    return _digest([base, merges, options, backend.get("normalizer")])
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    everything = json.dumps([base, model.get("merges"), options, normalizer], sort_keys=True)
+    return hashlib.sha256(everything.encode()).hexdigest()
