@@ -420,6 +420,36 @@ def fill_headwise(linear: HeadwiseMap, moments: Moments, damping: float, layer_m
             parameter[head].copy_(solve(part, damping))
 
 
+# --- names for the objects above -------------------------------------------------------------------------------------
+
+RESIDUAL_WIDTH = 512
+
+
+def choose_map(source: Geometry, target: Geometry, source_weights: int, target_weights: int) -> dict[str, Any]:
+    """Return the `FitOptions` of `--map auto`: a linear map, with a residual to try where the linear one may not be enough.
+
+    Linear where the target's cache has no more features than the source's, or where a larger model hands over to a smaller
+    one; from small to large an MLP residual is tried too, and distilling drops it unless held-out KL improves.
+    """
+    grows = target.features_per_token > source.features_per_token and target_weights > source_weights
+    return {"map_kind": "linear", "residual_width": RESIDUAL_WIDTH if grows else 0}
+
+
+def options_from_json(data: Mapping[str, Any]) -> FitOptions:
+    """Restore the options that `dataclasses.asdict` gave and JSON kept."""
+    return FitOptions(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+
+
+def load_statistics(
+    source: LanguageModel, target: LanguageModel, options: FitOptions, work_dir: Path
+) -> GramStats | None:
+    """Return the training statistics that `fit` left in `work_dir`; None where there are none of this pair and options."""
+    collector = Collector(source, target, base_config(source, target, options), options)
+    saved = SavedStats(work_dir, "training", collector._key(options.tokens))
+    stats = collector.empty()
+    return stats if saved.restore(stats) else None
+
+
 # --- the target's own judgement --------------------------------------------------------------------------------------
 
 
