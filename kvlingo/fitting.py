@@ -21,6 +21,7 @@ from torch import Tensor
 from kvlingo.cache import KV, flatten_heads
 from kvlingo.corpus import Example, examples, require_examples
 from kvlingo.errors import BadInput, IncompatiblePair
+from kvlingo.geometry import Geometry
 from kvlingo.handoff import assemble, continuation_logits
 from kvlingo.metrics import kl_nats
 from kvlingo.models import LanguageModel, read
