@@ -110,10 +110,19 @@ def native_cache(config: Any) -> DynamicCache:
     return DynamicCache(config=config)
 
 
-def read_cache(cache: Any, rotary: Rotary, geometry: Geometry, *, start: int = 0, stop: int | None = None) -> KV:
+def read_cache(
+    cache: Any,
+    rotary: Rotary,
+    geometry: Geometry,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    partial: bool = False,
+) -> KV:
     """Copy the tokens [start, stop) of a cache into a `KV`, un-rotating its keys.
 
-    The cache's first token is taken to stand at position 0. Raises `UnsupportedCache` for one that has lost tokens.
+    The cache's first token is taken to stand at position 0. A sliding layer that no longer holds them all raises
+    `UnsupportedCache`; with `partial` it gives those that it holds (enough to go on from the cache's very end).
     """
     layers = cache.layers
     if len(layers) != len(geometry):
@@ -124,15 +133,17 @@ def read_cache(cache: Any, rotary: Rotary, geometry: Geometry, *, start: int = 0
     stop = tokens if stop is None else stop
     keys, values = [], []
     for index, layer in enumerate(layers):
-        if not layer.is_initialized or layer.keys.shape[2] < tokens:
-            held = layer.keys.shape[2] if layer.is_initialized else 0
+        held = layer.keys.shape[2] if layer.is_initialized else 0
+        lost = tokens - held
+        if lost > start and not (partial and stop == tokens):
             raise UnsupportedCache(
                 f"layer {index} of the cache holds {held} of {tokens} tokens, the others slid out of its window; "
                 "re-prefill, or let the source read into a full-length cache (kvlingo.models.prefill does)"
             )
-        positions = torch.arange(start, stop, device=layer.keys.device)
-        keys.append(rotary.unrotate(layer.keys[:, :, start:stop], index, positions))
-        values.append(layer.values[:, :, start:stop].clone())
+        first = max(start, lost)
+        positions = torch.arange(first, stop, device=layer.keys.device)
+        keys.append(rotary.unrotate(layer.keys[:, :, first - lost : stop - lost], index, positions))
+        values.append(layer.values[:, :, first - lost : stop - lost].clone())
     return KV(tuple(keys), tuple(values), stop - start)
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from kvlingo.corpus import Example, random_examples
 from kvlingo.errors import BadInput
 from kvlingo.handoff import assemble, continuation_logits
 from kvlingo.metrics import kl_nats, masked_mean, nll_nats
-from kvlingo.models import LanguageModel, read
+from kvlingo.models import LanguageModel, read, with_vocabulary
 from kvlingo.plan import plan_handoff
 from kvlingo.ridge import factor
 from kvlingo.stats import GramStats
@@ -33,6 +34,7 @@ from kvlingo.texts import Document
 from kvlingo.translator import LayerMap, LinearMap, LowRankMap, Translator
 
 CHECKPOINT_EVERY_SECONDS = 120.0
+VOCABULARY_SAMPLE_CHARS = 20_000
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class DistillOptions:
         tails: tail lengths to draw from.
         ce_weight: λ of the cross-entropy term.
         whitening_damping: relative to the mean diagonal, as in ridge.
+        vocabulary: the loss compares both distributions over this many of the text's most frequent tokens (renormalised);
+            None for all. Judging on held-out text always uses all.
     """
 
     steps: int | None = None
@@ -62,6 +66,7 @@ class DistillOptions:
     judged_examples: int = 16
     judged_context: tuple[int, ...] = (192, 512)
     whitening_damping: float = 1e-3
+    vocabulary: int | None = 8192
     seed: int = 0
 
 
@@ -193,6 +198,7 @@ class Run:
         self.translator, self.source, self.target = translator.train(), source, target
         self.training, self.options, self.report = training, options, report
         self.file = None if work_dir is None else work_dir / "distillation.safetensors"
+        self.view = small_vocabulary(target, self.training, options.vocabulary)
         self.coordinates = coordinates(translator, stats, options)
         self.optimizer = torch.optim.AdamW(
             [c.delta for c in self.coordinates], lr=options.learning_rate, weight_decay=0.0
@@ -265,7 +271,13 @@ class Run:
         total = 0.0
         for example in batch:
             loss = example_loss(
-                self.translator, self.source, self.target, example, rng.choice(options.tails), options.ce_weight
+                self.translator,
+                self.source,
+                self.target,
+                example,
+                rng.choice(options.tails),
+                options.ce_weight,
+                view=self.view,
             )
             (loss / len(batch)).backward()
             total += float(loss.detach())
@@ -358,6 +370,28 @@ def _same_options(saved: str, options: DistillOptions) -> bool:
     }
 
 
+@dataclass(frozen=True)
+class VocabularyView:
+    """The target with a smaller output head, and where each token id stands in it (-1: nowhere)."""
+
+    lm: LanguageModel
+    place: Tensor
+
+
+def small_vocabulary(target: LanguageModel, documents: Sequence[Document], size: int | None) -> VocabularyView | None:
+    """Keep the `size` most frequent tokens of a sample of the training text; None where that would keep all anyway."""
+    if size is None or size >= target.geometry.vocab_size:
+        return None
+    counts: Counter[int] = Counter()
+    for document in documents:
+        counts.update(target.tokenizer(document.text[:VOCABULARY_SAMPLE_CHARS], add_special_tokens=False)["input_ids"])
+    kept = sorted({i for i, _ in counts.most_common(size)} | set(target.tokenizer.all_special_ids))
+    ids = target.ids(kept)
+    place = torch.full((target.geometry.vocab_size,), -1, dtype=torch.long, device=target.device)
+    place[ids] = torch.arange(len(kept), device=target.device)
+    return VocabularyView(with_vocabulary(target, ids), place)
+
+
 def example_loss(
     translator: Translator,
     source: LanguageModel,
@@ -365,17 +399,24 @@ def example_loss(
     example: Example,
     tail: int,
     ce_weight: float,
+    *,
+    view: VocabularyView | None = None,
 ) -> Tensor:
     """Return the loss of one hand-over, with its graph into the maps."""
     ids, follow = target.ids(example.target.ids), target.ids(example.continuation)
+    reader = target if view is None else view.lm
     plan = plan_handoff(example.alignment.tolist(), sink=max(1, example.at_source_start), tail=tail)
     with torch.no_grad():
-        native = continuation_logits(target, None, ids, follow)
+        native = continuation_logits(reader, None, ids, follow)
         source_kv = read(source, source.ids(example.source.ids)) if translator.config.reads_source else None
     kv = assemble(plan, target, translator, source_kv, example.alignment, ids)
-    translated = continuation_logits(target, kv, ids[plan.translated[1] :], follow)
+    translated = continuation_logits(reader, kv, ids[plan.translated[1] :], follow)
     loss = masked_mean(kl_nats(native, translated))
-    return loss + ce_weight * masked_mean(nll_nats(translated, follow)) if ce_weight else loss
+    if not ce_weight:
+        return loss
+    next_ids = follow if view is None else view.place[follow]
+    known = next_ids >= 0
+    return loss + ce_weight * masked_mean(nll_nats(translated, next_ids.clamp(min=0), mask=known), known)
 
 
 @dataclass(frozen=True)

@@ -109,14 +109,13 @@ def fit(
     split = split_documents(documents, held_out_share=options.held_out_share, seed=options.seed)
     config = base_config(source, target, options)
     collector = Collector(source, target, config, options)
-    held_out = collector.collect(split.held_out, "held-out", max(options.tokens // 8, 1), work_dir, progress)
+    held_out = collector.collect(split.held_out, "held-out", max(options.tokens // 10, 1), work_dir, progress)
     stats = collector.collect(split.training, "training", options.tokens, work_dir, progress)
     require_enough(stats.tokens, max(config.feature_width(layer) for layer in range(len(config.target))))
     judged = held_out_examples(split.held_out, source, target, options)
-    candidates = [
-        translator_from(config, stats, held_out, source, target, options=replace(options, shift=shift))
-        for shift in sorted({0, options.shift})
-    ]
+    solved = solve_layers(config, stats, held_out, options)
+    # Held-out error picks each layer's window; held-out KL has the last word on whether moving windows helped at all.
+    candidates = [build(config, solved, pick, stats, target) for pick in ((0,) if options.shift == 0 else (0, 1))]
     scored = [(held_out_kl(source, target, t, judged), t, c) for t, c in candidates]
     kl, translator, choices = min(scored, key=lambda s: math.inf if s[0] is None else s[0])
     return Fit(translator, stats, held_out, tuple(split.held_out), choices, options, kl)
@@ -329,59 +328,89 @@ class SavedStats:
 # --- from statistics to maps -----------------------------------------------------------------------------------------
 
 
-def translator_from(
-    config: TranslatorConfig,
-    stats: GramStats,
-    held_out: GramStats,
-    source: LanguageModel,
-    target: LanguageModel,
-    *,
-    options: FitOptions,
-) -> tuple[Translator, tuple[dict[str, Any], ...]]:
-    """Solve every layer's ridge; choose its damping and its source layers on held-out statistics."""
-    layers, choices, solved = list(config.source_layers), [], {}
+@dataclass(frozen=True)
+class Solution:
+    """One layer's ridge: what it reads, its map in standardised coordinates, and its held-out error."""
+
+    source_layers: tuple[int, ...]
+    moments: Moments
+    damping: float
+    weight: Tensor
+    error: float
+
+
+Solved = dict[int, tuple[Solution, Solution]]
+
+
+def solve_layers(config: TranslatorConfig, stats: GramStats, held_out: GramStats, options: FitOptions) -> Solved:
+    """Solve each layer's ridge twice: over the proportional source layers, and over the best window nearby."""
+    solved: Solved = {}
     for layer in range(config.first_layer, len(config.target)):
-        best: tuple[float, Any] | None = None
         shift = options.shift if config.source_layers[layer] else 0
+        proportional_one = best = None
         for centre in candidate_centres(config, layer, shift):
             chosen = window(centre, options.reach, len(config.source)) if config.source_layers[layer] else ()
-            layers[layer] = chosen
-            blocks = replace(config, source_layers=tuple(layers)).blocks(layer)
+            blocks = with_layers(config, layer, chosen).blocks(layer)
             moments = stats.moments(blocks, f"target/{layer}")
-            damping, weight, error = choose_damping(
-                moments, held_out.moments(blocks, f"target/{layer}", like=moments), options.dampings
-            )
-            if best is None or error < best[0]:
-                best = (error, (chosen, moments, damping, weight))
-        assert best is not None
-        layers[layer] = best[1][0]
-        solved[layer] = best[1][1:]
+            judge = held_out.moments(blocks, f"target/{layer}", like=moments)
+            # Neighbouring windows want the same damping: search it once.
+            dampings = options.dampings if best is None else (best.damping,)
+            damping, weight, error = choose_damping(moments, judge, dampings)
+            solution = Solution(chosen, moments, damping, weight, error)
+            proportional_one = proportional_one or solution
+            best = solution if best is None or error < best.error else best
+        assert proportional_one is not None and best is not None
+        solved[layer] = (proportional_one, best)
+    return solved
+
+
+def with_layers(config: TranslatorConfig, layer: int, source_layers: tuple[int, ...]) -> TranslatorConfig:
+    """Return the config with one target layer reading other source layers."""
+    layers = list(config.source_layers)
+    layers[layer] = source_layers
+    return replace(config, source_layers=tuple(layers))
+
+
+def build(
+    config: TranslatorConfig, solved: Solved, pick: int, stats: GramStats, target: LanguageModel
+) -> tuple[Translator, tuple[dict[str, Any], ...]]:
+    """Make a translator of each layer's solution number `pick` (0: proportional layers, 1: best window)."""
+    choices = []
+    for layer, solutions in solved.items():
+        solution = solutions[pick]
+        config = with_layers(config, layer, solution.source_layers)
         choices.append(
-            {"layer": layer, "source_layers": list(best[1][0]), "damping": best[1][2], "held_out_error": best[0]}
+            {
+                "layer": layer,
+                "source_layers": list(solution.source_layers),
+                "damping": solution.damping,
+                "held_out_error": solution.error,
+            }
         )
-    final = replace(config, source_layers=tuple(layers))
-    translator = Translator(final).to(target.device)
-    for layer, (moments, damping, weight) in solved.items():
-        fill(translator.maps[str(layer)], moments, damping, weight, stats, layer, target.key_norms[layer])  # type: ignore[arg-type]
-    return translator.eval(), tuple(choices)
+    translator = Translator(config)
+    for layer, solutions in solved.items():
+        fill(translator.maps[str(layer)], solutions[pick], stats, layer, target.key_norms[layer])  # type: ignore[arg-type]
+    return translator.to(target.device).eval(), tuple(choices)
+
+
+def control(
+    config: TranslatorConfig, fitted: Fit, target: LanguageModel
+) -> Translator:
+    """Fit another shape of the same class from the same statistics: the controls, fitted alike."""
+    solved = solve_layers(config, fitted.stats, fitted.held_out, replace(fitted.options, shift=0))
+    return build(config, solved, 0, fitted.stats, target)[0]
 
 
 @torch.no_grad()
-def fill(
-    layer_map: LayerMap,
-    moments: Moments,
-    damping: float,
-    weight: Tensor,
-    stats: GramStats,
-    layer: int,
-    norm_weight: Tensor | None,
-) -> None:
+def fill(layer_map: LayerMap, solution: Solution, stats: GramStats, layer: int, norm_weight: Tensor | None) -> None:
     """Write a ridge solution into a layer's map, whatever its kind."""
+    moments, damping, weight = solution.moments, solution.damping, solution.weight
     layer_map.feature_mean.copy_(moments.feature_mean)
     layer_map.feature_scale.copy_(moments.feature_scale)
     layer_map.bias.copy_(moments.output_mean)
     if norm_weight is not None and layer_map.norm_kind is not None:
         # Where the norm's weight is 0 in some dims, the visible rest of a key has an RMS a little below 1.
+        stats.flush()
         square = stats.squares[f"target/{layer}"][: layer_map.shape.key_width].mean() / stats.tokens
         layer_map.key_norm_weight.copy_(norm_weight.to("cpu", torch.float64) * square.sqrt())
     linear = layer_map.linear

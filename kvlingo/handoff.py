@@ -7,8 +7,8 @@ check, distillation, evaluation and serving all go through it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from kvlingo.alignment import Reading, align, read_chat, read_text
 from kvlingo.cache import KV, concat, read_cache, write_cache
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.models import LanguageModel, native_layers, prefill, read
-from kvlingo.plan import HandoffPlan, SpanKind, plan_handoff, reprefill_plan
+from kvlingo.plan import HandoffPlan, Provenance, Span, plan_handoff, reprefill_plan
 from kvlingo.translator import Translator, check_geometry
 
 Message = dict[str, Any]
@@ -64,7 +64,9 @@ def assemble(
         skip=[max(0, min(layer.first_held(stop), stop) - start) for layer in target.geometry.layers],
         native=native.to(dtype=dtype) if native is not None else None,
     ).to(target.device, target.dtype)
-    return middle if prefix is None or not start else concat([prefix.narrow(0, start), middle])
+    if prefix is None or not start:
+        return middle
+    return concat([prefix if prefix.tokens == start else prefix.narrow(0, start), middle])
 
 
 def _translator_dtype(translator: Translator) -> torch.dtype:
@@ -101,3 +103,179 @@ def continuation_logits(target: LanguageModel, kv: KV | None, tail: Tensor, cont
     ids = torch.cat((tail, continuation[:-1]))
     cache = None if kv is None or not kv.tokens else target_cache(target, kv)
     return prefill(target, ids, cache=cache, logits_to_keep=len(continuation)).logits
+
+
+# --- the hand-over of a conversation ---------------------------------------------------------------------------------
+
+Conversation = str | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """What one model holds of a conversation: the ids really in its cache, and how far each span can be trusted."""
+
+    reading: Reading
+    cache: Any
+    spans: tuple[Span, ...]
+
+    @property
+    def translated_until(self) -> int:
+        """Return the end of the last translated span: tokens before it are never translated again."""
+        return max((s.stop for s in self.spans if s.provenance is Provenance.TRANSLATED), default=0)
+
+
+@dataclass(frozen=True)
+class HandOff:
+    """A target that can go on.
+
+    Fields:
+        state: the target's reading and cache; the cache holds every token of the reading.
+        logits: [vocabulary] of the next token; None when the target has read nothing yet (`no_text`).
+        timings_ms: source_prefill (0 when the source had read before), translate, tail.
+    """
+
+    state: ModelState
+    plan: HandoffPlan
+    logits: Tensor | None
+    timings_ms: dict[str, float]
+
+
+def read_conversation(conversation: Conversation, lm: LanguageModel, *, add_generation_prompt: bool) -> Reading:
+    """Render a text or a list of messages as one model reads it."""
+    if isinstance(conversation, str):
+        if not conversation.strip():
+            raise BadInput("the text is empty; give a conversation to hand over")
+        return read_text(lm.tokenizer, conversation)
+    if not conversation:
+        raise BadInput("the conversation has no messages; give at least one")
+    return read_chat(lm.tokenizer, list(conversation), add_generation_prompt=add_generation_prompt)
+
+
+@torch.no_grad()
+def read_native(conversation: Conversation, lm: LanguageModel) -> ModelState:
+    """Let a model read a conversation from scratch into a full-length cache: what a source holds before a hand-over."""
+    reading = read_conversation(conversation, lm, add_generation_prompt=False)
+    cache = prefill(lm, lm.ids(reading.ids), full_length=True).cache
+    return ModelState(reading, cache, reprefill_plan(len(reading.ids), "the model read it").spans)
+
+
+@torch.no_grad()
+def hand_off(
+    conversation: Conversation,
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    *,
+    sink: int = 1,
+    tail: int = 1,
+    native_layers: int = 0,
+    source_state: ModelState | None = None,
+    target_state: ModelState | None = None,
+    no_text: bool = False,
+) -> HandOff:
+    """Hand a conversation over to the target without re-prefill.
+
+    Args:
+        sink, tail, native_layers: the quality-latency dial: first and last tokens, and first layers, that the target computes
+            itself. At least one token is always left for it to read.
+        source_state: what the source holds (with its answers); without it the source reads the conversation first.
+        target_state: what the target holds from an earlier turn; the common prefix stays native.
+        no_text: the target sees no text: every token after the constant sinks is translated, and it starts at the next new
+            token. Needs a translator fitted without text. Not anonymous: a cache can be read back.
+
+    A hand-over that can't be made exactly as planned becomes a re-prefill; `plan.fallback` says why.
+    """
+    check_geometry(translator.config, source.geometry, target.geometry)
+    if no_text and translator.config.reads_text:
+        raise BadInput("this translator reads the text; fit one with --no-text to hand over a cache alone")
+    started = time.perf_counter()
+    if source_state is None:
+        source_state = read_native(conversation, source)
+    source_read = time.perf_counter()
+    reading = read_conversation(conversation, target, add_generation_prompt=True)
+    ids = target.ids(reading.ids)
+    alignment = align(source_state.reading, reading)
+    native = common_prefix(target_state, reading)
+    plan = plan_handoff(
+        alignment.tolist(),
+        sink=sink,
+        tail=tail,
+        native=native,
+        native_layers=native_layers,
+        no_text=no_text,
+        untrusted=source_state.translated_until,
+    )
+    plan, cache = carry_out(plan, source, target, translator, source_state, target_state, alignment, ids)
+    translated = time.perf_counter()
+    rest = ids[cache.get_seq_length() if cache is not None else 0 :]
+    logits = None
+    if len(rest):
+        done = prefill(target, rest, cache=cache)
+        cache, logits = done.cache, done.logits[-1]
+    finished = time.perf_counter()
+    timings = {
+        "source_prefill": 1e3 * (source_read - started),
+        "translate": 1e3 * (translated - source_read),
+        "tail": 1e3 * (finished - translated),
+    }
+    return HandOff(ModelState(reading, cache, plan.spans), plan, logits, timings)
+
+
+def carry_out(
+    plan: HandoffPlan,
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    source_state: ModelState,
+    target_state: ModelState | None,
+    alignment: Tensor,
+    ids: Tensor,
+) -> tuple[HandoffPlan, Any]:
+    """Return the plan as it was really carried out, and the cache of all tokens before the tail (None for no token)."""
+    tokens, start, stop = plan.tokens, *plan.translated
+    prefix = None
+    try:
+        prefix = native_prefix(plan, target, target_state)
+        if start == stop:
+            return plan, None if prefix is None else target_cache(target, prefix)
+        if start and (prefix is None or prefix.tokens < start):
+            prefix = extend(target, prefix, ids[:start])
+        source_kv, offset = None, 0
+        if translator.config.reads_source:
+            lag = max(translator.config.source_lags)
+            offset = max(0, int(alignment[start]) - lag)
+            source_kv = read_cache(source_state.cache, source.rotary, source.geometry, start=offset)
+        kv = assemble(
+            plan, target, translator, source_kv, alignment - offset, ids, prefix=prefix
+        )
+        return plan, target_cache(target, kv)
+    except UnsupportedCache as error:
+        # Whatever could not be read is read again by the target: slower, never wrong, and the plan says so.
+        return reprefill_plan(tokens, str(error)), None
+
+
+def common_prefix(state: ModelState | None, reading: Reading) -> int:
+    """Return how many first tokens of `reading` the state's cache holds exactly as they are."""
+    if state is None:
+        return 0
+    held = min(state.cache.get_seq_length(), len(reading.ids) - 1)
+    trusted = min((s.start for s in state.spans if s.provenance is Provenance.TRANSLATED), default=held)
+    pairs = zip(state.reading.ids[: min(held, trusted)], reading.ids, strict=False)
+    return next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), min(held, trusted))
+
+
+def native_prefix(plan: HandoffPlan, target: LanguageModel, state: ModelState | None) -> KV | None:
+    """Return the target's own KV of the plan's native span."""
+    native = sum(len(s) for s in plan.spans if s.kind == "native")
+    if state is None or not native:
+        return None
+    return read_cache(state.cache, target.rotary, target.geometry, stop=native, partial=True)
+
+
+def extend(target: LanguageModel, prefix: KV | None, ids: Tensor) -> KV:
+    """Return exact KV of `ids`, of which `prefix` holds the first tokens."""
+    if prefix is None:
+        return read(target, ids)
+    cache = target_cache(target, prefix)
+    prefill(target, ids[prefix.tokens :], cache=cache)
+    return read_cache(cache, target.rotary, target.geometry, partial=True)

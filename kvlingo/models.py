@@ -115,9 +115,14 @@ def prefill(
 
 
 def read(lm: LanguageModel, ids: Tensor) -> KV:
-    """Return the model's own position-free `KV` of `ids`, every layer in full."""
+    """Return the model's own position-free `KV` of `ids`, every layer in full.
+
+    Only the decoder runs: a large vocabulary's logits would cost more than some layers.
+    """
+    cache = full_cache()
+    positions = torch.arange(len(ids), device=ids.device)[None]
     with torch.no_grad():
-        cache = prefill(lm, ids, full_length=True).cache
+        run(lm.model.get_decoder(), input_ids=ids[None], position_ids=positions, cache=cache)
     return read_cache(cache, lm.rotary, lm.geometry)
 
 
@@ -172,6 +177,25 @@ def first_layers(model: Any, count: int) -> nn.Module:
     for child_name, child in decoder.named_children():
         setattr(view, child_name, nn.ModuleList(layers[:count]) if child_name == name else child)
     return view.eval()
+
+
+def with_vocabulary(lm: LanguageModel, ids: Tensor) -> LanguageModel:
+    """Return the same model, sharing all weights, with an output head that knows only the tokens `ids` [kept].
+
+    Its logits [..., kept] are those of the whole model at these columns. With a vocabulary of 262,144 the head costs more
+    than all layers of a small model together.
+    """
+    head = lm.model.get_output_embeddings()
+    name = next((n for n, m in lm.model.named_children() if m is head), None)
+    if name is None:
+        raise UnsupportedModel(f"the output head of {lm.name} is not a direct child of the model; train with its full vocabulary")
+    small = nn.Linear(head.in_features, len(ids), bias=head.bias is not None, device="meta")
+    small.weight = nn.Parameter(head.weight.detach()[ids].clone(), requires_grad=False)
+    if head.bias is not None:
+        small.bias = nn.Parameter(head.bias.detach()[ids].clone(), requires_grad=False)
+    view = copy.copy(lm.model)
+    view._modules = {**lm.model._modules, name: small}
+    return replace(lm, model=view)
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------

@@ -91,6 +91,7 @@ def plan_handoff(
     native: int = 0,
     native_layers: int = 0,
     no_text: bool = False,
+    untrusted: int = 0,
 ) -> HandoffPlan:
     """Plan the hand-over of `len(alignment)` target tokens.
 
@@ -101,23 +102,32 @@ def plan_handoff(
         tail: last tokens that the target reads itself, at least 1 and at least what the source has not read.
         native: tokens that the target's own earlier cache holds.
         no_text: the target gets no text: it reads no tail, and no sinks beyond `sink`.
+        untrusted: source tokens before this one are themselves translated; a translation of a translation is never made, so
+            target tokens aligned to them are native or recomputed.
     """
     tokens = len(alignment)
     unread = sum(1 for source in alignment if source < 0)
     at_start = next((i for i, source in enumerate(alignment) if source > 0 or source < 0), tokens)
     head = sink if no_text else max(sink, at_start)
-    head = max(min(head, tokens), native)
+    twice = 1 + max((i for i, s in enumerate(alignment) if 0 <= s < untrusted), default=-1)
+    head = min(max(head, native, twice), tokens)
     least_tail = 0 if no_text else 1
     stop = tokens - max(tail if not no_text else 0, unread, least_tail)
     if stop <= head:
         return _all_recomputed(tokens, native, f"no tokens lie between {head} first and {tokens - stop} last ones")
     spans = [
         Span(0, native, SpanKind.NATIVE, Provenance.EXACT, "the target's own earlier cache"),
-        Span(native, head, SpanKind.RECOMPUTED, Provenance.EXACT, "attention sinks of both models"),
+        Span(native, head, SpanKind.RECOMPUTED, Provenance.EXACT, _why_recomputed(native, twice)),
         Span(head, stop, SpanKind.TRANSLATED, Provenance.TRANSLATED, "from the source's cache"),
         Span(stop, tokens, SpanKind.RECOMPUTED, Provenance.OWN, "tail"),
     ]
     return HandoffPlan(tokens, tuple(s for s in spans if len(s)), native_layers, None, 1)
+
+
+def _why_recomputed(native: int, twice: int) -> str:
+    if twice > native:
+        return "the source holds only a translation of these"
+    return "attention sinks of both models"
 
 
 def reprefill_plan(tokens: int, reason: str, *, native: int = 0) -> HandoffPlan:

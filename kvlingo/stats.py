@@ -15,6 +15,9 @@ from torch import Tensor
 from kvlingo.errors import BadInput
 
 
+FLUSH_TOKENS = 4096
+
+
 @dataclass(frozen=True)
 class Moments:
     """Centred and standardised second moments of some feature blocks and one output block, per token.
@@ -48,7 +51,8 @@ class GramStats:
         self.partners: dict[str, list[str]] = {}
         for a, b in sorted(set(pairs)):
             self.partners.setdefault(a, []).append(b)
-        self.tokens = 0
+        self._waiting: list[dict[str, Tensor]] = []
+        self.summed_tokens = 0
         self.sums = {name: torch.zeros(d, dtype=torch.float64) for name, d in self.dims.items()}
         self.squares = {name: torch.zeros(self.dims[name], dtype=torch.float64) for name in squares}
         self.products = {
@@ -57,9 +61,22 @@ class GramStats:
         }
 
     def add(self, blocks: Mapping[str, Tensor]) -> None:
-        """Add tokens: every block is [tokens, columns]."""
-        columns = {name: blocks[name].to("cpu", torch.float64) for name in self.dims}
-        self.tokens += next(iter(columns.values())).shape[0]
+        """Add tokens: every block is [tokens, columns].
+
+        Tokens are kept back until there are enough for one large product: the sums are far larger than a text's columns,
+        and touching them for every text would cost more than the arithmetic.
+        """
+        self._waiting.append({name: blocks[name].detach().to("cpu") for name in self.dims})
+        if sum(next(iter(b.values())).shape[0] for b in self._waiting) >= FLUSH_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Add what was kept back. Everything that reads the sums calls this first."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        columns = {name: torch.cat([b[name] for b in waiting]).to(torch.float64) for name in self.dims}
+        self.summed_tokens += next(iter(columns.values())).shape[0]
         for name, x in columns.items():
             self.sums[name] += x.sum(0)
         for name in self.squares:
@@ -67,11 +84,18 @@ class GramStats:
         for a, bs in self.partners.items():
             self.products[a].addmm_(columns[a].T, torch.cat([columns[b] for b in bs], dim=1))
 
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens added."""
+        return self.summed_tokens + sum(next(iter(b.values())).shape[0] for b in self._waiting)
+
     def __iadd__(self, other: GramStats) -> GramStats:
         """Merge the statistics of other tokens."""
         if self.dims != other.dims or self.partners != other.partners:
             raise ValueError("statistics of different blocks can't be added")
-        self.tokens += other.tokens
+        self.flush()
+        other.flush()
+        self.summed_tokens += other.summed_tokens
         for mine, theirs in zip(self._tensors().values(), other._tensors().values(), strict=True):
             mine += theirs
         return self
@@ -82,14 +106,15 @@ class GramStats:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all sums by name, for safetensors."""
-        return {**self._tensors(), "tokens": torch.tensor([self.tokens])}
+        self.flush()
+        return {**self._tensors(), "tokens": torch.tensor([self.summed_tokens])}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` gave."""
         mine = self._tensors()
         if set(state) != {*mine, "tokens"} or any(state[k].shape != x.shape for k, x in mine.items()):
             raise BadInput("saved statistics belong to another pair or other options; delete them, or use another folder")
-        self.tokens = int(state["tokens"])
+        self._waiting, self.summed_tokens = [], int(state["tokens"])
         for name, x in mine.items():
             x.copy_(state[name])
 
@@ -112,7 +137,8 @@ class GramStats:
 
         With `like`, centre and scale as those other moments do (held-out data in the training data's coordinates).
         """
-        n = max(self.tokens, 1)
+        self.flush()
+        n = max(self.summed_tokens, 1)
         raw = torch.cat([torch.cat([self.product(a, b) for b in features], 1) for a in features], 0) / n
         raw_cross = torch.cat([self.product(a, output) for a in features], 0) / n
         mean = torch.cat([self.sums[a] for a in features]) / n

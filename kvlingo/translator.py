@@ -360,3 +360,17 @@ def check_geometry(config: TranslatorConfig, source: Geometry, target: Geometry)
                 f"this translator's {side} has {len(expected)} layers of {expected.layers[0].width} features, "
                 f"got {len(got)} of {got.layers[0].width}; use the translator of this pair, or fit one: kvlingo fit"
             )
+
+
+@torch.no_grad()
+def identity_translator(geometry: Geometry, dtype: torch.dtype = torch.float32) -> Translator:
+    """Return the translator of a model to itself: every layer's features come out unchanged.
+
+    Exact by construction, so whatever a hand-over through it changes is the hand-over's own error.
+    """
+    layers = tuple((layer,) for layer in range(len(geometry)))
+    translator = Translator(TranslatorConfig(geometry, geometry, layers, embedding_lags=())).to(dtype)
+    for layer_map in translator.maps.values():
+        assert isinstance(layer_map, LayerMap) and isinstance(layer_map.linear, LinearMap)
+        layer_map.linear.weight.copy_(torch.eye(layer_map.shape.width))
+    return translator.eval()

@@ -1,0 +1,402 @@
+"""Prove what a hand-over keeps: every arm on the same held-out documents, beside its controls.
+
+Knows examples, hand-overs and the controls. The numbers are `metrics`' business, the verdict `report`'s.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvlingo.cache import KV, flatten_heads, split_heads
+from kvlingo.alignment import align, last_at_source_start, read_text
+from kvlingo.corpus import Example, examples, require_examples
+from kvlingo.handoff import assemble, continuation_logits, target_cache
+from kvlingo.metrics import ArmScores, DocumentScores, kl_nats, nll_nats, top1_agreement
+from kvlingo.models import LanguageModel, prefill, read
+from kvlingo.plan import HandoffPlan, plan_handoff
+from kvlingo.report import Report, environment_card
+from kvlingo.texts import Document
+from kvlingo.translator import Translator
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What to score.
+
+    Fields:
+        context_tokens, continuation_tokens: of the target, per document.
+        documents: held-out pieces, spread evenly over the documents given.
+        sink, tail, native_layers: the plan to score under.
+        passkeys, attention_documents: how many codes to ask for and texts to compare attention on; 0 for none.
+    """
+
+    context_tokens: int = 192
+    continuation_tokens: int = 48
+    documents: int = 48
+    sink: int = 1
+    tail: int = 1
+    native_layers: int = 0
+    passkeys: int = 24
+    attention_documents: int = 8
+    chat_share: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Controls:
+    """Translators of the same class, fitted alike: without the source's cache, and without the text."""
+
+    token_only: Translator | None = None
+    no_text: Translator | None = None
+
+
+@torch.no_grad()
+def evaluate(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    documents: Sequence[Document],
+    *,
+    controls: Controls | None = None,
+    options: EvaluationOptions | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Score every arm on held-out documents; the verdict is FAIL unless `translated` beats the controls.
+
+    `documents` must not have been used in fitting: the caller splits by document.
+    """
+    options, controls = options or EvaluationOptions(), controls or Controls()
+    chosen = choose_examples(documents, source, target, options)
+    scored = []
+    for number, example in enumerate(chosen):
+        other = wrong_document(chosen, number)
+        scored.append(score_example(source, target, translator, controls, example, other, options))
+        if progress is not None:
+            progress("scoring held-out text", number + 1, len(chosen))
+    plan = plan_of(chosen[0], options)
+    return Report.from_scores(
+        scored,
+        pair={"source": source.name, "target": target.name},
+        plan={**asdict(options), "first_document": plan.to_json()},
+        environment=environment_card(),
+        attention=attention_cosine(source, target, translator, chosen, options),
+        passkey=passkey_recall(source, target, translator, controls, documents, options),
+        seed=options.seed,
+    )
+
+
+def choose_examples(
+    documents: Sequence[Document], source: LanguageModel, target: LanguageModel, options: EvaluationOptions
+) -> list[Example]:
+    """Cut `options.documents` hand-overs, one a document first, kinds and clusters in turn."""
+    found: list[Example] = []
+    for per_document in (1, 2, 4, 8, 16):
+        cut = [
+            list(
+                examples(
+                    [document],
+                    source.tokenizer,
+                    target.tokenizer,
+                    context_tokens=(options.context_tokens,),
+                    continuation_tokens=options.continuation_tokens,
+                    chat_share=options.chat_share,
+                    per_document=per_document,
+                    seed=options.seed,
+                )
+            )
+            for document in documents
+        ]
+        found = in_turn([e for group in cut for e in group], options.seed)[: options.documents]
+        if len(found) == options.documents:
+            break
+    require_examples(found, f"{options.context_tokens} + {options.continuation_tokens} tokens")
+    return found
+
+
+def in_turn(found: Sequence[Example], seed: int) -> list[Example]:
+    """Order examples so that any first part of them is balanced over kinds, and within a kind over clusters."""
+    rng = random.Random(seed)
+    kinds: dict[str, dict[str, list[Example]]] = {}
+    for example in found:
+        kinds.setdefault(example.kind, {}).setdefault(example.cluster, []).append(example)
+    queues = []
+    for clusters in kinds.values():
+        groups = list(clusters.values())
+        rng.shuffle(groups)
+        queues.append([e for row in _rows(groups) for e in row])
+    return [e for row in _rows(queues) for e in row]
+
+
+def _rows(groups: Sequence[Sequence[Example]]) -> Iterator[list[Example]]:
+    for depth in range(max(map(len, groups), default=0)):
+        yield [group[depth] for group in groups if depth < len(group)]
+
+
+def wrong_document(chosen: Sequence[Example], number: int) -> Example | None:
+    """Return the next example from another cluster."""
+    later = [*chosen[number + 1 :], *chosen[:number]]
+    return next((e for e in later if e.cluster != chosen[number].cluster), None)
+
+
+def plan_of(example: Example, options: EvaluationOptions) -> HandoffPlan:
+    """Plan one example's hand-over."""
+    return plan_handoff(
+        example.alignment.tolist(),
+        sink=max(options.sink, example.at_source_start),
+        tail=options.tail,
+        native_layers=options.native_layers,
+    )
+
+
+# --- arms ------------------------------------------------------------------------------------------------------------
+
+
+def score_example(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    controls: Controls,
+    example: Example,
+    other: Example | None,
+    options: EvaluationOptions,
+) -> DocumentScores:
+    """Score every arm on one example; native's logits are computed once and every arm is judged against them."""
+    follow = target.ids(example.continuation)
+    native = continuation_logits(target, None, target.ids(example.target.ids), follow)
+    arms = {"native": judge(native, native, follow)}
+    for name, logits in arm_logits(source, target, translator, controls, example, other, options):
+        arms[name] = judge(native, logits, follow)
+    num_bytes = len(example.continuation_text.encode())
+    arms["source_alone"] = source_alone(source, example)
+    return DocumentScores(example.cluster, example.kind, num_bytes, arms)
+
+
+def judge(native: Tensor, logits: Tensor, follow: Tensor) -> ArmScores:
+    """Score one arm's predictions of the continuation."""
+    return ArmScores(
+        nll_nats=nll_nats(logits, follow).cpu(),
+        kl_nats=kl_nats(native, logits).cpu(),
+        top1=top1_agreement(native, logits).cpu(),
+    )
+
+
+def arm_logits(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    controls: Controls,
+    example: Example,
+    other: Example | None,
+    options: EvaluationOptions,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each arm's predictions [continuation, vocabulary] but native's and the source's own."""
+    plan = plan_of(example, options)
+    start, stop = plan.translated
+    ids, follow = target.ids(example.target.ids), target.ids(example.continuation)
+    tail = ids[stop:]
+    sinks = read(target, ids[:start]) if start else None
+    source_kv = read(source, source.ids(example.source.ids))
+
+    def translate(by: Translator, kv: KV | None, alignment: Tensor) -> KV:
+        return assemble(plan, target, by, kv, alignment, ids, prefix=sinks)
+
+    translated = translate(translator, source_kv if translator.config.reads_source else None, example.alignment)
+    yield "translated", continuation_logits(target, translated, tail, follow)
+    if controls.no_text is not None:
+        yield "no_text", continuation_logits(target, translate(controls.no_text, source_kv, example.alignment), tail, follow)
+    if controls.token_only is not None:
+        yield "token_only", continuation_logits(target, translate(controls.token_only, None, example.alignment), tail, follow)
+    yield "tail_only", continuation_logits(target, sinks, tail, follow)
+    # With no context at all, the prediction of the first scored token is made from the last sink.
+    yield "no_context", continuation_logits(target, None, ids[: max(start, 1)], follow)
+    if other is not None:
+        wrong_kv = read(source, source.ids(other.source.ids))
+        wrong = example.alignment.clamp(max=wrong_kv.tokens - 1)
+        yield "wrong_document", continuation_logits(target, translate(translator, wrong_kv, wrong), tail, follow)
+    noise = translate(randomised(translator, options.seed), source_kv, example.alignment)
+    yield "random_map", continuation_logits(target, with_moments_of(noise, translated, start), tail, follow)
+
+
+def randomised(translator: Translator, seed: int) -> Translator:
+    """Return the same translator with every weight matrix drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+    random_one = copy.deepcopy(translator)
+    for parameter in random_one.parameters():
+        if parameter.ndim > 1:
+            noise = torch.randn(parameter.shape, generator=generator) * parameter.detach().float().std().cpu()
+            parameter.copy_(noise.to(parameter))
+    return random_one
+
+
+def with_moments_of(noise: KV, like: KV, start: int) -> KV:
+    """Give the translated span of `noise` the mean and standard deviation of `like`'s, dim by dim.
+
+    A random map must fail for what it says, not for its scale.
+    """
+
+    def match(x: Tensor, y: Tensor) -> Tensor:
+        heads = x.shape[1]
+        first = max(0, start - (like.tokens - x.shape[2]))
+        if x.shape[2] - first < 2:
+            return y
+        a, b = flatten_heads(x[:, :, first:]), flatten_heads(y[:, :, first:])
+        scale = b.std(1, keepdim=True) / a.std(1, keepdim=True).clamp(min=1e-12)
+        matched = split_heads((a - a.mean(1, keepdim=True)) * scale + b.mean(1, keepdim=True), heads)
+        return torch.cat((y[:, :, :first], matched), dim=2)
+
+    return KV(
+        tuple(map(match, noise.keys, like.keys)), tuple(map(match, noise.values, like.values)), like.tokens
+    )
+
+
+def source_alone(source: LanguageModel, example: Example) -> ArmScores:
+    """Let the source itself go on: its likelihood of the same bytes, in its own tokens."""
+    follow = source.tokenizer(example.continuation_text, add_special_tokens=False)["input_ids"]
+    ids = source.ids(follow)
+    logits = continuation_logits(source, None, source.ids(example.source.ids), ids)
+    return ArmScores(nll_nats=nll_nats(logits, ids).cpu(), num_bytes=len(example.continuation_text.encode()))
+
+
+# --- beside the arms -------------------------------------------------------------------------------------------------
+
+
+def passkey_examples(
+    documents: Sequence[Document], source: LanguageModel, target: LanguageModel, options: EvaluationOptions
+) -> list[Example]:
+    """Hide a random code in held-out text and ask for it at the end, always inside the translated span."""
+    rng = random.Random(options.seed)
+    found: list[Example] = []
+    usable = [d for d in documents if len(d.text) > 6 * options.context_tokens]
+    for number in range(options.passkeys * 4):
+        if not usable or len(found) == options.passkeys:
+            break
+        code = "".join(rng.choice("0123456789") for _ in range(6))
+        prose = usable[number % len(usable)].text.split()
+        room = int(options.context_tokens * 0.6)
+        begin = rng.randrange(max(1, len(prose) - room))
+        words = prose[begin : begin + room]
+        depth = int(len(words) * (0.1 + 0.6 * rng.random()))
+        hidden = f"The secret code is {code}. Remember it: the secret code is {code}."
+        text = " ".join([*words[:depth], hidden, *words[depth:], "\n\nThe secret code is"])
+        example = passkey_example(text, f" {code}", source, target)
+        if example is not None:
+            found.append(example)
+    return found
+
+
+def passkey_example(text: str, answer: str, source: LanguageModel, target: LanguageModel) -> Example | None:
+    """Cut right before the answer; None where the tokenizer would merge across the cut."""
+    context, whole = read_text(target.tokenizer, text), read_text(target.tokenizer, text + answer)
+    if whole.ids[: len(context.ids)] != context.ids:
+        return None
+    source_reading = read_text(source.tokenizer, text)
+    alignment = align(source_reading, context)
+    follow = whole.ids[len(context.ids) :]
+    return Example(
+        source_reading, context, follow, alignment, last_at_source_start(alignment), answer, "passkey", "passkey"
+    )
+
+
+def passkey_recall(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    controls: Controls,
+    documents: Sequence[Document],
+    options: EvaluationOptions,
+) -> dict[str, Any] | None:
+    """Return each arm's share of codes recalled, every token of a code right by greedy choice."""
+    asked = passkey_examples(documents, source, target, options)
+    if not asked:
+        return None
+    wanted = ("translated", "no_text", "token_only", "tail_only")
+    right: dict[str, list[float]] = {}
+    for example in asked:
+        follow = target.ids(example.continuation)
+        native = continuation_logits(target, None, target.ids(example.target.ids), follow)
+        answers = {"native": native}
+        answers |= {n: x for n, x in arm_logits(source, target, translator, controls, example, None, options) if n in wanted}
+        for name, logits in answers.items():
+            right.setdefault(name, []).append(float(bool((logits.argmax(-1) == follow).all())))
+    return {name: sum(values) / len(values) for name, values in right.items()} | {"codes": len(asked)}
+
+
+def attention_cosine(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    chosen: Sequence[Example],
+    options: EvaluationOptions,
+) -> dict[str, Any] | None:
+    """Compare what the target's own queries read from the native and from the translated cache.
+
+    Every attention module is given its native inputs twice, once over each cache, so that errors of other layers don't mix in.
+    Cosine of the two outputs, averaged over tokens and texts, per layer.
+    """
+    per_layer: list[Tensor] = []
+    for example in chosen[: options.attention_documents]:
+        plan = plan_of(example, options)
+        ids, follow = target.ids(example.target.ids), target.ids(example.continuation)
+        stop = plan.translated[1]
+        kv = read(source, source.ids(example.source.ids)) if translator.config.reads_source else None
+        translated = assemble(plan, target, translator, kv, example.alignment, ids)
+        native = read(target, ids[:stop])
+        queries = torch.cat((ids[stop:], follow[:-1]))
+        with recorded_attention(target) as calls:
+            prefill(target, queries, cache=target_cache(target, native))
+        per_layer.append(torch.stack([replayed_cosine(call, target_cache(target, translated)) for call in calls]))
+    if not per_layer:
+        return None
+    mean = torch.stack(per_layer).mean(0)
+    return {
+        "mean": float(mean.mean()),
+        "worst_layer": float(mean.min()),
+        "worst_layer_index": int(mean.argmin()),
+        "layers": [round(float(x), 4) for x in mean],
+    }
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention module, what it was given, and what it gave."""
+
+    module: nn.Module
+    kwargs: Mapping[str, Any]
+    output: Tensor
+
+
+@contextmanager
+def recorded_attention(lm: LanguageModel) -> Iterator[list[AttentionCall]]:
+    """Record every attention module's inputs and output of one forward pass (diagnosis only)."""
+    calls: list[AttentionCall] = []
+
+    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        named = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+        calls.append(AttentionCall(module, named, output[0]))
+
+    modules = [m for n, m in lm.model.get_decoder().named_modules() if n.endswith(("self_attn", ".attention", ".attn"))]
+    handles = [m.register_forward_hook(record, with_kwargs=True) for m in modules]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def replayed_cosine(call: AttentionCall, cache: Any) -> Tensor:
+    """Call the module again over another cache; return the mean cosine of both outputs."""
+    kwargs = {k: v for k, v in call.kwargs.items() if k not in ("cache", "past_key_values")}
+    name = "cache" if "cache" in inspect.signature(call.module.forward).parameters else "past_key_values"
+    again = call.module(**kwargs, **{name: cache})[0]
+    return nn.functional.cosine_similarity(call.output.float(), again.float(), dim=-1).mean()

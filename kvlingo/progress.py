@@ -1,0 +1,52 @@
+"""Progress on stderr: one bar for what is being done now.
+
+Knows rich. Does not know models, texts or translators: it is told names, counts and figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+
+class Bar:
+    """What `fit`, `distill` and `evaluate` report to: (what, done, total), or a step's figures."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._tasks = progress, dict[str, TaskID]()
+
+    def count(self, what: str, done: int, total: int) -> None:
+        """Show `done` of `total`; a new `what` gets its own line."""
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total, figures="")
+        self._progress.update(self._tasks[what], completed=done, total=total)
+
+    def train(self, step: dict[str, Any]) -> None:
+        """Show one step of distilling: loss, held-out KL, tokens a second; time left follows from the share done."""
+        what = "distilling"
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=100, figures="")
+        figures = (
+            f"step {step['step']}: loss {step['loss_nats']:.3f}, held-out KL {step['held_out_kl_nats']:.3f} nats, "
+            f"{step['tokens_per_second']:.0f} tokens/s"
+        )
+        self._progress.update(self._tasks[what], completed=round(100 * step["progress"]), figures=figures)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Bar]:
+    """Show a bar on stderr while the block runs; where stderr is no terminal, nothing moves."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield Bar(progress)
