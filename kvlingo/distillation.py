@@ -14,7 +14,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from kvlingo.plan import plan_handoff
 from kvlingo.ridge import factor
 from kvlingo.stats import GramStats
 from kvlingo.texts import Document
-from kvlingo.translator import LayerMap, LinearMap, LowRankMap, Translator
+from kvlingo.translator import LayerMap, LinearMap, LowRankMap, Translator, without_residual
 
 CHECKPOINT_EVERY_SECONDS = 120.0
 VOCABULARY_SAMPLE_CHARS = 20_000
@@ -178,7 +178,17 @@ def distill(
     if options.steps is None and options.minutes is None:
         raise BadInput("distilling needs an end: give --steps or --minutes")
     run = Run(translator, source, target, list(training), stats, options, work_dir, report)
-    return run.train(judged_examples(held_out, source, target, options))
+    judged = judged_examples(held_out, source, target, options)
+    return drop_idle_residual(run.train(judged), target, judged)
+
+
+def drop_idle_residual(done: Distilled, target: LanguageModel, judged: Sequence[Judged]) -> Distilled:
+    """Leave the MLP residual out where held-out KL is no better with it."""
+    if not done.translator.config.residual_width:
+        return done
+    linear = without_residual(done.translator).eval()
+    is_better = judged_kl(done.translator, target, judged) < judged_kl(linear, target, judged)
+    return done if is_better else replace(done, translator=linear)
 
 
 class Run:

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -467,7 +467,8 @@ def choose_map(source: Geometry, target: Geometry, source_weights: int, target_w
 
 def options_from_json(data: Mapping[str, Any]) -> FitOptions:
     """Restore the options that `dataclasses.asdict` gave and JSON kept."""
-    return FitOptions(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+    known = {f.name for f in fields(FitOptions)}
+    return FitOptions(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in known})
 
 
 def load_statistics(

@@ -352,6 +352,13 @@ class Translator(nn.Module):
         return int(sum(p.numel() for p in self.parameters()) * bytes_per_weight)
 
 
+def without_residual(translator: Translator) -> Translator:
+    """Return a copy without the MLP residual; everything else as it is."""
+    linear = Translator(replace(translator.config, residual_width=0))
+    linear.load_state_dict({k: v for k, v in translator.state_dict().items() if ".residual." not in k})
+    return linear.to(next(translator.parameters()))
+
+
 def check_geometry(config: TranslatorConfig, source: Geometry, target: Geometry) -> None:
     """Raise `IncompatiblePair` unless the two models' caches look as the translator expects."""
     for side, expected, got in (("source", config.source, source), ("target", config.target, target)):
