@@ -230,13 +230,17 @@ def wrap(model: Any, tokenizer: Any, *, name: str = "model") -> LanguageModel:
     refuse_by_config(model.config)
     model.eval().requires_grad_(False)
     rows = model.get_input_embeddings().weight.shape[0]
+    _refuse_other_vocabulary(name, tokenizer, rows)
+    geometry, rotary = probe_geometry(model)
+    return LanguageModel(name, model, tokenizer, geometry, rotary, probe_key_norms(model, geometry, rotary))
+
+
+def _refuse_other_vocabulary(name: str, tokenizer: Any, rows: int) -> None:
     if tokenizer is not None and len(tokenizer) > rows:
         raise UnsupportedModel(
             f"the tokenizer of {name} has {len(tokenizer)} tokens, its embedding {rows} rows; "
             "give the tokenizer that belongs to these weights"
         )
-    geometry, rotary = probe_geometry(model)
-    return LanguageModel(name, model, tokenizer, geometry, rotary, probe_key_norms(model, geometry, rotary))
 
 
 def refuse_by_config(config: Any) -> None:
@@ -289,11 +293,7 @@ def convert_gguf(file: Path, cache_dir: Path | None = None) -> Path:
 
     The folder appears under its name only when it is whole.
     """
-    if not file.is_file():
-        raise BadInput(f"{file} does not exist; give the path of a .gguf file")
-    with file.open("rb") as stream:
-        if stream.read(4) != b"GGUF":
-            raise BadInput(f"{file} is not a GGUF file (no GGUF magic); download it again")
+    check_gguf(file)
     folder = (cache_dir or default_cache_dir() / "models") / f"{file.stem}-{_file_digest(file)[:12]}"
     if folder.is_dir():
         return folder
@@ -319,6 +319,15 @@ def convert_gguf(file: Path, cache_dir: Path | None = None) -> Path:
         if not folder.is_dir():
             whole.rename(folder)
     return folder
+
+
+def check_gguf(file: Path) -> None:
+    """Raise `BadInput` unless there is a file that says it is GGUF."""
+    if not file.is_file():
+        raise BadInput(f"{file} does not exist; give the path of a .gguf file")
+    with file.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise BadInput(f"{file} is not a GGUF file (no GGUF magic); download it again")
 
 
 def _file_digest(file: Path) -> str:
@@ -347,6 +356,66 @@ def fingerprint(model: Any) -> str:
 _CONFIG_NOISE = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "_attn_implementation", "use_cache"}
 
 
+# --- without weights -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What can be known of a model before its weights are loaded.
+
+    Fields:
+        geometry: shapes and windows of its cache; `rope` is None throughout, rotation is probed on real keys.
+        total_weights: all parameters, tied ones once.
+        layer_weights: those of the decoder's layers: what one token passes through (all experts, where there are experts).
+        query_widths: query features of each layer.
+    """
+
+    name: str
+    kind: str
+    tokenizer: Any
+    geometry: Geometry
+    total_weights: int
+    layer_weights: int
+    query_widths: tuple[int, ...]
+
+
+def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
+    """Describe a model by hub id, folder or .gguf file from its config and tokenizer alone.
+
+    Shapes are read off a prefill of a model whose weights have no data (PyTorch's meta device), by the same code that a
+    loaded model is probed with. Raises `UnsupportedModel` or `BadInput` with one sentence.
+    """
+    file = {"gguf_file": Path(name).name} if str(name).endswith(".gguf") else {}
+    place = Path(name).parent if file else name
+    if file:
+        check_gguf(Path(name))
+    with _clear_load_errors(str(name)):
+        config = AutoConfig.from_pretrained(place, **file)
+        refuse_by_config(config)
+        tokenizer = AutoTokenizer.from_pretrained(place, **file)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            cache = native_cache(model.config)
+            with torch.no_grad():
+                run(model, input_ids=torch.arange(2)[None], cache=cache)
+    _refuse_other_caches(model, cache)
+    text_config = model.config.get_text_config(decoder=True)
+    layers = tuple(_layer_geometry(layer, None) for layer in cache.layers)
+    embedding = model.get_input_embeddings().weight
+    _refuse_other_vocabulary(str(name), tokenizer, embedding.shape[0])
+    return Outline(
+        name=Path(name).name if Path(name).exists() else str(name),
+        kind=model.config.model_type,
+        tokenizer=tokenizer,
+        geometry=Geometry(
+            layers, embedding.shape[1], embedding.shape[0], getattr(text_config, "max_position_embeddings", None)
+        ),
+        total_weights=sum(p.numel() for p in model.parameters()),
+        layer_weights=sum(p.numel() for n, p in model.get_decoder().named_parameters() if n.startswith("layers.")),
+        query_widths=tuple(text_config.num_attention_heads * layer.key_dim for layer in layers),
+    )
+
+
 # --- probing ---------------------------------------------------------------------------------------------------------
 
 
@@ -371,18 +440,19 @@ def probe_geometry(model: Any) -> tuple[Geometry, Rotary]:
         _probe_rope(model, angles, index, {p: keys[index] for p, keys in keys_at.items()})
         for index in range(len(native.layers))
     )
-    layers = tuple(
-        LayerGeometry(
-            kv_heads=layer.keys.shape[1],
-            key_dim=layer.keys.shape[3],
-            value_dim=layer.values.shape[3],
-            window=getattr(layer, "sliding_window", None) if layer.is_sliding else None,
-            rope=rope,
-        )
-        for layer, rope in zip(native.layers, ropes, strict=True)
-    )
+    layers = tuple(_layer_geometry(layer, rope) for layer, rope in zip(native.layers, ropes, strict=True))
     embedding = model.get_input_embeddings().weight
     return Geometry(layers, embedding.shape[1], embedding.shape[0], max_positions), Rotary(angles, ropes)
+
+
+def _layer_geometry(layer: Any, rope: LayerRope | None) -> LayerGeometry:
+    return LayerGeometry(
+        kv_heads=layer.keys.shape[1],
+        key_dim=layer.keys.shape[3],
+        value_dim=layer.values.shape[3],
+        window=getattr(layer, "sliding_window", None) if layer.is_sliding else None,
+        rope=rope,
+    )
 
 
 def _refuse_other_caches(model: Any, cache: Any) -> None:
