@@ -158,7 +158,9 @@ def as_chat(text: str, turns: int = 3) -> list[dict[str, str]]:
     cuts = [_word_start(text, i * size) for i in range(turns)] + [len(text)]
     pieces = [text[a:b].strip() for a, b in zip(cuts, cuts[1:], strict=False)]
     roles = ("user", "assistant")
-    return [{"role": roles[i % 2], "content": piece} for i, piece in enumerate(p for p in pieces if p)][: 2 * ((turns + 1) // 2) - 1]
+    return [{"role": roles[i % 2], "content": piece} for i, piece in enumerate(p for p in pieces if p)][
+        : 2 * ((turns + 1) // 2) - 1
+    ]
 
 
 def _example(source: Reading, target: Reading, follow: Sequence[int], said: str, document: Document) -> Example:

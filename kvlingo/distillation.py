@@ -364,7 +364,9 @@ class Run:
             return
         for i, c in enumerate(self.coordinates):
             c.delta.data.copy_(tensors[f"delta.{i}"])
-            self.optimizer.state[c.delta] = {k: tensors[f"{k}.{i}"] for k in ("step", "exp_avg", "exp_avg_sq")} if f"step.{i}" in tensors else {}
+            self.optimizer.state[c.delta] = (
+                {k: tensors[f"{k}.{i}"] for k in ("step", "exp_avg", "exp_avg_sq")} if f"step.{i}" in tensors else {}
+            )
             c.push_value()
         self.curve = Curve(**note["curve"])
         self.step, self.seconds = note["step"], note["seconds"]

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvlingo.cache import KV, flatten_heads, split_heads
 from kvlingo.alignment import align, last_at_source_start, read_text
+from kvlingo.cache import KV, flatten_heads, split_heads
 from kvlingo.corpus import Example, examples, require_examples
 from kvlingo.handoff import assemble, continuation_logits, target_cache
 from kvlingo.metrics import ArmScores, DocumentScores, kl_nats, nll_nats, top1_agreement
@@ -214,9 +214,15 @@ def arm_logits(
     translated = translate(translator, source_kv if translator.config.reads_source else None, example.alignment)
     yield "translated", continuation_logits(target, translated, tail, follow)
     if controls.no_text is not None:
-        yield "no_text", continuation_logits(target, translate(controls.no_text, source_kv, example.alignment), tail, follow)
+        yield (
+            "no_text",
+            continuation_logits(target, translate(controls.no_text, source_kv, example.alignment), tail, follow),
+        )
     if controls.token_only is not None:
-        yield "token_only", continuation_logits(target, translate(controls.token_only, None, example.alignment), tail, follow)
+        yield (
+            "token_only",
+            continuation_logits(target, translate(controls.token_only, None, example.alignment), tail, follow),
+        )
     yield "tail_only", continuation_logits(target, sinks, tail, follow)
     # With no context at all, the prediction of the first scored token is made from the last sink.
     yield "no_context", continuation_logits(target, None, ids[: max(start, 1)], follow)
@@ -255,9 +261,7 @@ def with_moments_of(noise: KV, like: KV, start: int) -> KV:
         matched = split_heads((a - a.mean(1, keepdim=True)) * scale + b.mean(1, keepdim=True), heads)
         return torch.cat((y[:, :, :first], matched), dim=2)
 
-    return KV(
-        tuple(map(match, noise.keys, like.keys)), tuple(map(match, noise.values, like.values)), like.tokens
-    )
+    return KV(tuple(map(match, noise.keys, like.keys)), tuple(map(match, noise.values, like.values)), like.tokens)
 
 
 def source_alone(source: LanguageModel, example: Example) -> ArmScores:
@@ -326,7 +330,9 @@ def passkey_recall(
         follow = target.ids(example.continuation)
         native = continuation_logits(target, None, target.ids(example.target.ids), follow)
         answers = {"native": native}
-        answers |= {n: x for n, x in arm_logits(source, target, translator, controls, example, None, options) if n in wanted}
+        answers |= {
+            n: x for n, x in arm_logits(source, target, translator, controls, example, None, options) if n in wanted
+        }
         for name, logits in answers.items():
             right.setdefault(name, []).append(float(bool((logits.argmax(-1) == follow).all())))
     return {name: sum(values) / len(values) for name, values in right.items()} | {"codes": len(asked)}

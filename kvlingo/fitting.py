@@ -393,9 +393,7 @@ def build(
     return translator.to(target.device).eval(), tuple(choices)
 
 
-def control(
-    config: TranslatorConfig, fitted: Fit, target: LanguageModel
-) -> Translator:
+def control(config: TranslatorConfig, fitted: Fit, target: LanguageModel) -> Translator:
     """Fit another shape of the same class from the same statistics: the controls, fitted alike."""
     solved = solve_layers(config, fitted.stats, fitted.held_out, replace(fitted.options, shift=0))
     return build(config, solved, 0, fitted.stats, target)[0]

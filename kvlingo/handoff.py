@@ -245,9 +245,7 @@ def carry_out(
             lag = max(translator.config.source_lags)
             offset = max(0, int(alignment[start]) - lag)
             source_kv = read_cache(source_state.cache, source.rotary, source.geometry, start=offset)
-        kv = assemble(
-            plan, target, translator, source_kv, alignment - offset, ids, prefix=prefix
-        )
+        kv = assemble(plan, target, translator, source_kv, alignment - offset, ids, prefix=prefix)
         return plan, target_cache(target, kv)
     except UnsupportedCache as error:
         # Whatever could not be read is read again by the target: slower, never wrong, and the plan says so.

@@ -100,7 +100,9 @@ def prefill(
     sliding layers keep every token (needed to translate from it). `logits_to_keep` = 0 keeps all.
     """
     if ids.ndim != 1 or not len(ids):
-        raise BadInput(f"nothing to read: got token ids of shape {tuple(ids.shape)}, expected [tokens] with tokens >= 1")
+        raise BadInput(
+            f"nothing to read: got token ids of shape {tuple(ids.shape)}, expected [tokens] with tokens >= 1"
+        )
     if cache is None:
         cache = full_cache() if full_length else native_cache(lm.model.config)
     past = cache.get_seq_length()
@@ -188,7 +190,9 @@ def with_vocabulary(lm: LanguageModel, ids: Tensor) -> LanguageModel:
     head = lm.model.get_output_embeddings()
     name = next((n for n, m in lm.model.named_children() if m is head), None)
     if name is None:
-        raise UnsupportedModel(f"the output head of {lm.name} is not a direct child of the model; train with its full vocabulary")
+        raise UnsupportedModel(
+            f"the output head of {lm.name} is not a direct child of the model; train with its full vocabulary"
+        )
     small = nn.Linear(head.in_features, len(ids), bias=head.bias is not None, device="meta")
     small.weight = nn.Parameter(head.weight.detach()[ids].clone(), requires_grad=False)
     if head.bias is not None:
@@ -272,7 +276,9 @@ def _clear_load_errors(name: str) -> Iterator[None]:
         reason = " ".join(str(error).split())[:240]
         folder = Path(name)
         if folder.is_dir() and not (folder / "config.json").exists():
-            raise BadInput(f"{name} has no config.json; give a folder made by save_pretrained, a .gguf file or a hub id") from error
+            raise BadInput(
+                f"{name} has no config.json; give a folder made by save_pretrained, a .gguf file or a hub id"
+            ) from error
         if folder.is_dir() and not any(folder.glob("*.safetensors")):
             raise BadInput(f"{name} holds no weights (*.safetensors); download the whole model") from error
         if folder.exists():

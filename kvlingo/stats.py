@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kvlingo.errors import BadInput
 
-
 FLUSH_TOKENS = 4096
 
 
@@ -113,7 +112,9 @@ class GramStats:
         """Restore what `state_dict` gave."""
         mine = self._tensors()
         if set(state) != {*mine, "tokens"} or any(state[k].shape != x.shape for k, x in mine.items()):
-            raise BadInput("saved statistics belong to another pair or other options; delete them, or use another folder")
+            raise BadInput(
+                "saved statistics belong to another pair or other options; delete them, or use another folder"
+            )
         self._waiting, self.summed_tokens = [], int(state["tokens"])
         for name, x in mine.items():
             x.copy_(state[name])
@@ -143,7 +144,9 @@ class GramStats:
         raw_cross = torch.cat([self.product(a, output) for a in features], 0) / n
         mean = torch.cat([self.sums[a] for a in features]) / n
         out_mean, out_square = self.sums[output] / n, self.squares[output] / n
-        mu, scale, nu = (mean, None, out_mean) if like is None else (like.feature_mean, like.feature_scale, like.output_mean)
+        mu, scale, nu = (
+            (mean, None, out_mean) if like is None else (like.feature_mean, like.feature_scale, like.output_mean)
+        )
         gram = raw - torch.outer(mean, mu) - torch.outer(mu, mean) + torch.outer(mu, mu)
         cross = raw_cross - torch.outer(mean, nu) - torch.outer(mu, out_mean) + torch.outer(mu, nu)
         variance = out_square - 2 * nu * out_mean + nu.square()

@@ -129,9 +129,13 @@ def feature_blocks(
                 raise IncompatiblePair("this translator reads a source cache; give one")
             layer, lag = map(int, numbers)
             index = (alignment - lag).clamp(min=0).to(source.keys[layer].device)
-            rows = torch.cat(
-                (source.keys[layer][0].index_select(1, index), source.values[layer][0].index_select(1, index)), 0
-            ) if _uniform(source, layer) else source.flat(layer)[0].index_select(0, index)
+            rows = (
+                torch.cat(
+                    (source.keys[layer][0].index_select(1, index), source.values[layer][0].index_select(1, index)), 0
+                )
+                if _uniform(source, layer)
+                else source.flat(layer)[0].index_select(0, index)
+            )
             if rows.ndim == 3:
                 rows = rows.transpose(0, 1).flatten(1)
         blocks[name] = rows.to(torch.promote_types(rows.dtype, torch.float32))
@@ -173,9 +177,7 @@ class LayerMap(nn.Module):
             self.register_buffer("key_norm_weight", torch.ones(norm_width))
         self.linear = make_map(config, layer)
         self.bias = nn.Parameter(torch.zeros(self.shape.width))
-        self.residual = (
-            Residual(width, config.residual_width, self.shape.width) if config.residual_width else None
-        )
+        self.residual = Residual(width, config.residual_width, self.shape.width) if config.residual_width else None
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return position-free keys and values, each [1, kv_heads, tokens, dim]."""
@@ -283,7 +285,9 @@ def headwise_columns(config: TranslatorConfig, layer: int) -> tuple[Tensor, Tens
             if kind == "embedding":
                 chosen += range(offset, offset + config.width(block))
             else:
-                chosen += [offset + c for c in head_columns(config.source.layers[int(index)], head, shape.kv_heads, values)]
+                chosen += [
+                    offset + c for c in head_columns(config.source.layers[int(index)], head, shape.kv_heads, values)
+                ]
             offset += config.width(block)
         return chosen
 
@@ -332,7 +336,9 @@ class Translator(nn.Module):
         config, tokens = self.config, len(alignment)
         exact = 0 if native is None else len(native)
         if exact < config.first_layer:
-            raise IncompatiblePair("a translator that reads the text has no map for layer 0; give its exact KV as `native`")
+            raise IncompatiblePair(
+                "a translator that reads the text has no map for layer 0; give its exact KV as `native`"
+            )
         skip = skip or [0] * len(config.target)
         names = sorted({b for layer in range(exact, len(config.target)) for b in config.blocks(layer)})
         blocks = feature_blocks(names, source=source, alignment=alignment, embeddings=embeddings, start=start)
