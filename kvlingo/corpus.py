@@ -5,6 +5,7 @@ Knows tokenizers and documents. The source never sees a character from after the
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -156,7 +157,7 @@ def as_chat(text: str, turns: int = 3) -> list[dict[str, str]]:
     """Split a text into alternating user and assistant messages, ending with the user's."""
     size = max(1, len(text) // turns)
     cuts = [_word_start(text, i * size) for i in range(turns)] + [len(text)]
-    pieces = [text[a:b].strip() for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [text[a:b].strip() for a, b in itertools.pairwise(cuts)]
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": piece} for i, piece in enumerate(p for p in pieces if p)][
         : 2 * ((turns + 1) // 2) - 1

@@ -359,7 +359,8 @@ def solve_layers(config: TranslatorConfig, stats: GramStats, held_out: GramStats
             solution = Solution(chosen, moments, damping, weight, error)
             proportional_one = proportional_one or solution
             best = solution if best is None or error < best.error else best
-        assert proportional_one is not None and best is not None
+        assert proportional_one is not None
+        assert best is not None
         solved[layer] = (proportional_one, best)
     return solved
 
@@ -466,7 +467,8 @@ def choose_map(source: Geometry, target: Geometry, source_weights: int, target_w
 def options_from_json(data: Mapping[str, Any]) -> FitOptions:
     """Restore the options that `dataclasses.asdict` gave and JSON kept."""
     known = {f.name for f in fields(FitOptions)}
-    return FitOptions(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in known})
+    restored: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in known}
+    return FitOptions(**restored)
 
 
 def load_statistics(

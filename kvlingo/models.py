@@ -473,7 +473,7 @@ def _refuse_other_caches(model: Any, cache: Any) -> None:
 
 
 def _keys_of_one_token(model: Any, position: int) -> list[Tensor]:
-    """Return every layer's cached key of one token that stands alone at `position`: [1, heads, 1, dim] each, float32 or better."""
+    """Return every layer's cached key [1, heads, 1, dim] of one token alone at `position`, in float32 or better."""
     cache = full_cache()
     device = model.get_input_embeddings().weight.device
     ids, positions = torch.tensor([[5]], device=device), torch.tensor([[position]], device=device)

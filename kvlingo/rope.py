@@ -79,9 +79,6 @@ def split_planes(keys: Tensor, rope: LayerRope) -> tuple[Tensor, Tensor, Tensor]
 
 def join_planes(x: Tensor, y: Tensor, rest: Tensor, rope: LayerRope, dtype: torch.dtype) -> Tensor:
     """Undo `split_planes`."""
-    if rope.layout == "interleaved":
-        rotated = torch.stack((x, y), dim=-1).flatten(-2)
-    else:
-        rotated = torch.cat((x, y), dim=-1)
-    rotated = rotated.to(dtype)
+    interleaved = rope.layout == "interleaved"
+    rotated = (torch.stack((x, y), dim=-1).flatten(-2) if interleaved else torch.cat((x, y), dim=-1)).to(dtype)
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated

@@ -165,6 +165,10 @@ class LayerMap(nn.Module):
     learning rate fits all.
     """
 
+    feature_mean: Tensor
+    feature_scale: Tensor
+    key_norm_weight: Tensor
+
     def __init__(self, config: TranslatorConfig, layer: int) -> None:
         super().__init__()
         self.shape = config.target.layers[layer]
@@ -234,6 +238,9 @@ class HeadwiseMap(nn.Module):
     Target head h reads source head h * source_heads // target_heads of each paired layer.
     """
 
+    key_index: Tensor
+    value_index: Tensor
+
     def __init__(self, key_index: Tensor, value_index: Tensor, key_dim: int, value_dim: int) -> None:
         super().__init__()
         self.register_buffer("key_index", key_index)  # [heads, features of a head]
@@ -279,7 +286,8 @@ def headwise_columns(config: TranslatorConfig, layer: int) -> tuple[Tensor, Tens
     shape = config.target.layers[layer]
 
     def columns(head: int, values: bool) -> list[int]:
-        chosen, offset = [], 0
+        chosen: list[int] = []
+        offset = 0
         for block in config.blocks(layer):
             kind, index, *_ = block.split("/")
             if kind == "embedding":
