@@ -6,6 +6,7 @@ and fitting the controls, needs no second pass.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -183,7 +184,7 @@ class Collector:
         self, documents: Sequence[Document], what: str, tokens: int, work_dir: Path | None, progress: Progress | None
     ) -> GramStats:
         """Read up to `tokens` target tokens of the documents; resume from `work_dir` if a run was cut short there."""
-        stats, saved = self.empty(), SavedStats(work_dir, what, self._key(tokens))
+        stats, saved = self.empty(), SavedStats(work_dir, what, self._key(tokens), digest_of(documents))
         done = saved.restore(stats)
         made = self._examples(documents)
         number = 0
@@ -289,12 +290,25 @@ def interleave(streams: Sequence[Iterable[Example]]) -> Iterable[Example]:
         iterators = alive
 
 
-class SavedStats:
-    """Statistics on disk, written whole or not at all."""
+def digest_of(documents: Sequence[Document]) -> str:
+    """Identify texts, in their order, by content."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(hashlib.sha256(document.text.encode(errors="surrogatepass")).digest())
+    return digest.hexdigest()
 
-    def __init__(self, folder: Path | None, what: str, key: str) -> None:
+
+class SavedStats:
+    """Statistics on disk, written whole or not at all.
+
+    Args:
+        key: the pair and the options they belong to.
+        documents: digest of the texts they were read from; None where any will do.
+    """
+
+    def __init__(self, folder: Path | None, what: str, key: str, documents: str | None = None) -> None:
         self.file = None if folder is None else folder / f"stats-{what}.safetensors"
-        self.key, self.saved_at = key, time.monotonic()
+        self.key, self.documents, self.saved_at = key, documents, time.monotonic()
 
     def restore(self, stats: GramStats) -> int:
         """Load into `stats`; return how many examples they hold (0 when there is nothing that fits)."""
@@ -302,7 +316,8 @@ class SavedStats:
             return 0
         state = load_file(self.file)
         note = json.loads(bytes(state.pop("note").tolist()))
-        if note["key"] != self.key:
+        other_texts = self.documents not in (None, note.get("documents", self.documents))
+        if note["key"] != self.key or other_texts:
             return 0
         stats.load_state_dict(state)
         return int(note["examples"])
@@ -317,7 +332,7 @@ class SavedStats:
         if self.file is None:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        note = json.dumps({"key": self.key, "examples": done}).encode()
+        note = json.dumps({"key": self.key, "documents": self.documents, "examples": done}).encode()
         state = {k: v.contiguous() for k, v in stats.state_dict().items()}
         temporary = self.file.with_suffix(".part")
         save_file({**state, "note": torch.tensor(list(note), dtype=torch.uint8)}, temporary)
