@@ -1,0 +1,186 @@
+"""The quality tables: SmolLM2-135M-Instruct and Gemma-3-270M, both directions, on the Debian corpora.
+
+    python -m bench.quality fit        --direction smollm2-gemma --work DIR
+    python -m bench.quality distill    --direction smollm2-gemma --work DIR --minutes 22
+    python -m bench.quality distill    --direction smollm2-gemma --work DIR --control --steps N
+    python -m bench.quality evaluate   --direction smollm2-gemma --work DIR --context 192 --out results/NAME.json
+
+Everything else that a run depends on is written below, so that a result names its command and nothing more. Training runs in
+bfloat16 where the processor multiplies it natively; evaluation always in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench.corpora import held_out_and_training
+from kvlingo.assets import fetch_demo_models
+from kvlingo.distillation import DistillOptions, distill
+from kvlingo.evaluation import Controls, EvaluationOptions, evaluate
+from kvlingo.fitting import Fit, FitOptions, base_config, control, fit, load_statistics, source_free, text_free
+from kvlingo.models import LanguageModel, default_cache_dir, load_model
+from kvlingo.store import Manifest, ModelCard, load_translator, save_translator
+from kvlingo.texts import Document, split_documents
+from kvlingo.translator import Translator
+
+FIT = FitOptions(tokens=120_000)
+DISTILL = DistillOptions(
+    minutes=22.0,
+    batch=8,
+    learning_rate=1e-4,
+    warmup_share=0.06,
+    judge_every=20,
+    judged_examples=12,
+    context_tokens=(96, 192, 192, 256, 384, 768),
+    continuation_tokens=96,
+)
+
+
+def main() -> None:
+    """Run one step of the tables."""
+    arguments = parse()
+    {"fit": run_fit, "distill": run_distill, "evaluate": run_evaluate}[arguments.step](arguments)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=("fit", "distill", "evaluate"))
+    parser.add_argument("--direction", choices=("smollm2-gemma", "gemma-smollm2"), required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, default=default_cache_dir())
+    parser.add_argument("--smollm2", type=Path, help="a folder or .gguf; fetched if not given")
+    parser.add_argument("--gemma", type=Path, help="a folder or .gguf; fetched if not given")
+    parser.add_argument("--dtype", default="bfloat16" if torch.cpu._is_amx_tile_supported() else "float32")
+    parser.add_argument("--control", action="store_true", help="distil the token-only control instead")
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--context", type=int, default=192)
+    parser.add_argument("--tail", type=int, default=1)
+    parser.add_argument("--documents", type=int, default=48)
+    parser.add_argument("--passkeys", type=int, default=24)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def models(arguments: argparse.Namespace, dtype: str) -> tuple[LanguageModel, LanguageModel]:
+    """Load source and target of the direction."""
+    paths = {"smollm2": arguments.smollm2, "gemma": arguments.gemma}
+    if not all(paths.values()):
+        fetched = fetch_demo_models(arguments.cache / "demo")
+        paths = {"smollm2": fetched["smollm2-135m-instruct"], "gemma": fetched["gemma-3-270m"]}
+    source, target = (load_model(paths[name], dtype=dtype) for name in arguments.direction.split("-"))
+    return source, target
+
+
+def training_documents(arguments: argparse.Namespace) -> list[Document]:
+    """Return the training text in a fixed random order."""
+    documents = list(held_out_and_training(arguments.cache / "corpora").training)
+    random.Random(0).shuffle(documents)
+    return documents
+
+
+def run_fit(arguments: argparse.Namespace) -> None:
+    """Fit the translator and its two controls from the same statistics."""
+    source, target = models(arguments, arguments.dtype)
+    started = time.monotonic()
+    fitted = fit(source, target, training_documents(arguments), FIT, work_dir=arguments.work / "statistics", progress=tell)
+    config = base_config(source, target, FIT)
+    save(arguments.work / "ridge", fitted.translator, source, target, {"fit": asdict(FIT)})
+    for name, shape in (("token_only", source_free(config)), ("no_text", text_free(config))):
+        save(arguments.work / name, control(shape, fitted, target), source, target, {"fit": asdict(FIT)})
+    finish(arguments, fit_record(fitted, time.monotonic() - started, arguments.dtype))
+
+
+def fit_record(fitted: Fit, seconds: float, dtype: str) -> dict[str, Any]:
+    """Return what a fit did, for the record."""
+    return {
+        "step": "fit",
+        "seconds": round(seconds, 1),
+        "dtype": dtype,
+        "tokens": fitted.stats.tokens,
+        "held_out_kl_nats": fitted.held_out_kl_nats,
+        "layers": list(fitted.choices),
+    }
+
+
+def run_distill(arguments: argparse.Namespace) -> None:
+    """Distil the translator, or with --control the token-only control, alike."""
+    source, target = models(arguments, arguments.dtype)
+    split = split_documents(training_documents(arguments), held_out_share=FIT.held_out_share, seed=FIT.seed)
+    stats = load_statistics(source, target, FIT, arguments.work / "statistics")
+    if stats is None:
+        sys.exit("no statistics of this pair: run the fit step first")
+    start, name = ("token_only", "token_only_distilled") if arguments.control else ("ridge", "distilled")
+    translator, _ = load_translator(arguments.work / start)
+    bounds = {"minutes": None if arguments.steps else arguments.minutes or DISTILL.minutes, "steps": arguments.steps}
+    options = replace(DISTILL, **bounds)
+    done = distill(
+        translator.requires_grad_(True),
+        source,
+        target,
+        split.training,
+        split.held_out,
+        stats,
+        options,
+        work_dir=arguments.work / name,
+        report=lambda fact: print(json.dumps(fact), file=sys.stderr, flush=True),
+    )
+    save(arguments.work / name, done.translator, source, target, {"fit": asdict(FIT), "distill": asdict(options)})
+    record = {"step": name, "dtype": arguments.dtype, "steps": done.steps, "best_step": done.best_step}
+    finish(arguments, record | {"seconds": round(done.seconds, 1), "curve": done.curve.to_json()})
+
+
+def run_evaluate(arguments: argparse.Namespace) -> None:
+    """Score the distilled translator, with ridge and all controls as further arms of the same run."""
+    source, target = models(arguments, "float32")
+    found: dict[str, Translator] = {}
+    for name in ("ridge", "distilled", "token_only", "no_text", "token_only_distilled"):
+        if (arguments.work / name).is_dir():
+            found[name] = load_translator(arguments.work / name)[0].eval()
+    translator = found.pop("distilled", None) or found["ridge"]
+    options = EvaluationOptions(
+        context_tokens=arguments.context, tail=arguments.tail, documents=arguments.documents, passkeys=arguments.passkeys
+    )
+    controls = Controls(found.pop("token_only", None), found.pop("no_text", None), found)
+    documents = held_out_and_training(arguments.cache / "corpora").held_out
+    report = evaluate(source, target, translator, documents, controls=controls, options=options, progress=tell)
+    report.render(Console(stderr=True, width=150))
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(report.to_json() + "\n", encoding="utf-8")
+    print(report.to_json())
+
+
+def save(folder: Path, translator: Translator, source: LanguageModel, target: LanguageModel, options: Any) -> None:
+    """Write an artifact."""
+    manifest = Manifest(ModelCard.of(source), ModelCard.of(target), options=json.loads(json.dumps(options)))
+    save_translator(folder, translator, manifest, overwrite=True)
+
+
+def finish(arguments: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Print a record as the last line, and keep it where --out says."""
+    line = json.dumps(record)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+def tell(what: str, done: int, of: int) -> None:
+    """Report progress on stderr."""
+    print(f"{what}: {done} of {of}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Write the tables of README.md from results/*.json; with --check, fail if they differ from what is written.
+
+    python -m bench.tables [--check]
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is that of a function below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results"
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+NAMES = {"smollm2-gemma": "SmolLM2 → Gemma", "gemma-smollm2": "Gemma → SmolLM2"}
+ARMS = {
+    "native": "its own cache (re-prefill)",
+    "translated": "**translated, distilled**",
+    "ridge": "translated, ridge only",
+    "no_text": "ridge, no text features",
+    "token_only_distilled": "token only, distilled alike",
+    "token_only": "token only, ridge (no source cache)",
+    "tail_only": "sinks and tail only",
+    "no_context": "no context",
+    "wrong_document": "another document's cache",
+    "random_map": "random map",
+    "source_alone": "the source model alone",
+}
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """Read one result; None where it was not measured."""
+    file = RESULTS / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def interval(metric: dict[str, Any] | None, digits: int = 3) -> str:
+    """Format a mean with its interval."""
+    if metric is None or metric["mean"] is None:
+        return "–"
+    if metric["low"] is None or metric["low"] == metric["high"]:
+        return f"{metric['mean']:.{digits}f}"
+    return f"{metric['mean']:.{digits}f} [{metric['low']:.{digits}f}, {metric['high']:.{digits}f}]"
+
+
+def arms_table(name: str) -> str:
+    """Return one evaluation as a table."""
+    report = load(name)
+    if report is None:
+        return "Not measured yet.\n"
+    passkey = report.get("passkey") or {}
+    lines = [
+        "| cache that the target reads | KL to native, nats | top-1 | share of the context's gain kept | bits per byte | passkey |",
+        "|---|---|---|---|---|---|",
+    ]
+    for arm, label in ARMS.items():
+        if arm not in report["arms"]:
+            continue
+        values = report["arms"][arm]
+        cells = [interval(values["kl_nats"]), interval(values["top1_agreement"])]
+        cells += [interval(values["share_kept"], 2), interval(values["bits_per_byte"], 2)]
+        cells.append(f"{passkey[arm]:.2f}" if arm in passkey else "–")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    cosine = report.get("attention_output_cosine") or {}
+    beside = f"Attention-output cosine {cosine['mean']:.3f}, worst layer {cosine['worst_layer']:.3f}. " if cosine else ""
+    lines.append("")
+    lines.append(
+        f"{report['num_documents']} held-out documents of {len(report['by_kind'])} kinds, {report['num_clusters']} books or sites; "
+        f"95 % bootstrap intervals over these. {beside}Verdict {report['verdict']}."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def summary() -> str:
+    """Return KL over directions, contexts and tails."""
+    lines = [
+        "| direction | context | tail | ridge | distilled | token only | distilled − ridge (paired) | share kept, distilled |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for direction, label in NAMES.items():
+        for context, tail in ((192, 1), (192, 16), (1024, 1)):
+            report = load(f"{direction}-{context}-tail{tail}")
+            if report is None:
+                continue
+            arms, paired = report["arms"], report["paired"]
+            difference = paired.get("ridge", {}).get("kl_difference_nats")
+            gain = (
+                f"−{difference['mean']:.3f} [{difference['low']:.3f}, {difference['high']:.3f}]" if difference else "–"
+            )
+            ridge = interval(arms["ridge"]["kl_nats"]) if "ridge" in arms else "–"
+            lines.append(
+                f"| {label} | {context} | {tail} | {ridge} | {interval(arms['translated']['kl_nats'])} | "
+                f"{interval(arms['token_only']['kl_nats'])} | {gain} | {interval(arms['translated']['share_kept'], 2)} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def quality() -> str:
+    """Return all arms, SmolLM2 → Gemma at 192 tokens."""
+    return arms_table("smollm2-gemma-192-tail1")
+
+
+def long_context() -> str:
+    """Return all arms, SmolLM2 → Gemma at 1,024 tokens."""
+    return arms_table("smollm2-gemma-1024-tail1")
+
+
+def reverse() -> str:
+    """Return all arms, Gemma → SmolLM2 at 192 tokens."""
+    return arms_table("gemma-smollm2-192-tail1")
+
+
+def demo_times() -> str:
+    """Return the demo's times to first token."""
+    demo = load("demo")
+    if demo is None:
+        return "Not measured yet.\n"
+    lines = ["| direction | tokens | hand-over, ms | re-prefill, ms | ratio |", "|---|---|---|---|---|"]
+    for row in demo["time_to_first_token"]:
+        lines.append(
+            f"| {row['pair']} | {row['tokens']} | {row['handoff_ms']:.0f} | {row['reprefill_ms']:.0f} | {row['ratio']:.1f}× |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def memory() -> str:
+    """Return the peak memory of `fit`."""
+    record = load("memory")
+    if record is None:
+        return "Not measured yet.\n"
+    lines = ["| tokens of text | peak memory of `fit` |", "|---|---|"]
+    lines += [f"| {row['tokens']:,} | {row['peak_bytes'] / 2**20:,.0f} MiB |" for row in record["runs"]]
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    f.__name__: f for f in (summary, quality, long_context, reverse, demo_times, memory)
+}
+
+
+def rendered(text: str) -> str:
+    """Return a document with its tables made anew."""
+    return BLOCK.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], text)
+
+
+def main() -> None:
+    """Write or check every document that holds a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    stale = []
+    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = document.read_text(encoding="utf-8")
+        new = rendered(text)
+        if new != text:
+            stale.append(document.name)
+            if not check:
+                document.write_text(new, encoding="utf-8")
+    if check and stale:
+        sys.exit(f"tables differ from results/: {', '.join(stale)}; run python -m bench.tables")
+
+
+if __name__ == "__main__":
+    main()
