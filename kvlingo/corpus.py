@@ -144,7 +144,7 @@ def chat_example(
     _, characters = cut
     messages = as_chat(text[:characters])
     target = read_chat(target_tokenizer, messages, add_generation_prompt=True)
-    source = read_chat(source_tokenizer, messages, add_generation_prompt=True)
+    source = read_chat(source_tokenizer, messages, add_generation_prompt=False)
     reply = text[characters : characters + CHARS_PER_TOKEN * max(continuation, 1)].lstrip()
     follow = tuple(target_tokenizer(reply, add_special_tokens=False)["input_ids"][:continuation])
     if len(follow) < continuation:

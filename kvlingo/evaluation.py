@@ -10,7 +10,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -55,10 +55,16 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class Controls:
-    """Translators of the same class, fitted alike: without the source's cache, and without the text."""
+    """What stands beside the translator.
+
+    Fields:
+        token_only, no_text: the same class, fitted alike: without the source's cache, and without the text.
+        others: more translators by name, each an arm of its own (the ridge that distilling started from, say).
+    """
 
     token_only: Translator | None = None
     no_text: Translator | None = None
+    others: Mapping[str, Translator] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -213,16 +219,10 @@ def arm_logits(
 
     translated = translate(translator, source_kv if translator.config.reads_source else None, example.alignment)
     yield "translated", continuation_logits(target, translated, tail, follow)
-    if controls.no_text is not None:
-        yield (
-            "no_text",
-            continuation_logits(target, translate(controls.no_text, source_kv, example.alignment), tail, follow),
-        )
-    if controls.token_only is not None:
-        yield (
-            "token_only",
-            continuation_logits(target, translate(controls.token_only, None, example.alignment), tail, follow),
-        )
+    for name, control in (("no_text", controls.no_text), ("token_only", controls.token_only), *controls.others.items()):
+        if control is not None:
+            kv = translate(control, source_kv if control.config.reads_source else None, example.alignment)
+            yield name, continuation_logits(target, kv, tail, follow)
     yield "tail_only", continuation_logits(target, sinks, tail, follow)
     # With no context at all, the prediction of the first scored token is made from the last sink.
     yield "no_context", continuation_logits(target, None, ids[: max(start, 1)], follow)
