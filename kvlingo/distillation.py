@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from kvlingo.corpus import Example, random_examples
@@ -29,7 +28,7 @@ from kvlingo.metrics import kl_nats, masked_mean, nll_nats
 from kvlingo.models import LanguageModel, read, with_vocabulary
 from kvlingo.plan import plan_handoff
 from kvlingo.ridge import factor
-from kvlingo.stats import GramStats
+from kvlingo.stats import GramStats, load_tensors, save_tensors
 from kvlingo.texts import Document
 from kvlingo.translator import LayerMap, LinearMap, LowRankMap, Translator, without_residual
 
@@ -345,18 +344,14 @@ class Run:
             "best_kl": self.best_kl,
             "best_step": self.best_step,
         }
-        encoded = torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.file.with_suffix(".part")
-        save_file({**{k: v.contiguous().clone() for k, v in tensors.items()}, "note": encoded}, temporary)
-        temporary.replace(self.file)
+        save_tensors(self.file, {k: v.clone() for k, v in tensors.items()}, note)
 
     def restore(self) -> None:
         """Go on from a checkpoint that belongs to this translator; bounds (steps, minutes) may differ."""
-        if self.file is None or not self.file.exists():
+        loaded = None if self.file is None else load_tensors(self.file)
+        if loaded is None:
             return
-        tensors = load_file(self.file)
-        note = json.loads(bytes(tensors.pop("note").tolist()))
+        tensors, note = loaded
         same_start = all(
             f"base.{i}" in tensors and torch.equal(tensors[f"base.{i}"], c.base) for i, c in enumerate(self.coordinates)
         )

@@ -52,6 +52,23 @@ def write_file(file: Path, data: bytes) -> None:
             partial.unlink(missing_ok=True)
 
 
+@contextmanager
+def whole_file(file: Path, num_bytes: int) -> Iterator[Path]:
+    """Yield a path to write to; what is there at the end takes the place of `file`, or nothing does.
+
+    Raises:
+        BadInput: the place can't be written, or the disk is full.
+    """
+    partial = sibling(file, "partial")
+    with clear_write_errors(file, num_bytes):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            yield partial
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
 def replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
     """Put `files` into `folder`, all of them or none; what else is in it stays.
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvlingo.cache import KV, flatten_heads
@@ -29,7 +28,7 @@ from kvlingo.models import LanguageModel, read
 from kvlingo.pairing import proportional, window
 from kvlingo.plan import plan_handoff
 from kvlingo.ridge import DAMPINGS, choose_damping, factor, require_enough, solve
-from kvlingo.stats import GramStats, Moments
+from kvlingo.stats import GramStats, Moments, load_tensors, save_tensors
 from kvlingo.texts import Document, split_documents
 from kvlingo.translator import (
     MAP_KINDS,
@@ -200,7 +199,8 @@ class Collector:
                 if progress is not None:
                     progress(f"reading {what} text", min(stats.tokens, tokens), tokens)
         except BaseException:
-            saved.save(stats, done)
+            if stats.is_whole:
+                saved.save(stats, done)
             raise
         require_examples([None] * stats.tokens, f"{min(self.options.context_tokens)} tokens for {what}")  # type: ignore[list-item]
         saved.save(stats, done)
@@ -312,10 +312,10 @@ class SavedStats:
 
     def restore(self, stats: GramStats) -> int:
         """Load into `stats`; return how many examples they hold (0 when there is nothing that fits)."""
-        if self.file is None or not self.file.exists():
+        loaded = None if self.file is None else load_tensors(self.file)
+        if loaded is None:
             return 0
-        state = load_file(self.file)
-        note = json.loads(bytes(state.pop("note").tolist()))
+        state, note = loaded
         other_texts = self.documents not in (None, note.get("documents", self.documents))
         if note["key"] != self.key or other_texts:
             return 0
@@ -331,12 +331,8 @@ class SavedStats:
         """Save now."""
         if self.file is None:
             return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        note = json.dumps({"key": self.key, "documents": self.documents, "examples": done}).encode()
-        state = {k: v.contiguous() for k, v in stats.state_dict().items()}
-        temporary = self.file.with_suffix(".part")
-        save_file({**state, "note": torch.tensor(list(note), dtype=torch.uint8)}, temporary)
-        temporary.replace(self.file)
+        note = {"key": self.key, "documents": self.documents, "examples": done}
+        save_tensors(self.file, stats.state_dict(), note)
         self.saved_at = time.monotonic()
 
 

@@ -6,15 +6,46 @@ float64; memory depends on the blocks only, never on the number of tokens. Stati
 
 from __future__ import annotations
 
+import errno
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvlingo.errors import BadInput
+from kvlingo.files import whole_file
 
 FLUSH_TOKENS = 4096
+
+
+def save_tensors(file: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
+    """Write tensors and a note to a safetensors file, whole or not at all.
+
+    Raises `BadInput` when the place can't be written or the disk is full.
+    """
+    text = torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
+    separate = {name: x.contiguous() for name, x in tensors.items()}
+    with whole_file(file, sum(x.numel() * x.element_size() for x in separate.values())) as partial:
+        try:
+            save_file({**separate, "note": text}, partial)
+        except SafetensorError as error:  # the system's own error is only in its words
+            full = f"os error {errno.ENOSPC}" in str(error)
+            raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
+
+
+def load_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Read what `save_tensors` wrote; None where there is no such file, or a damaged one."""
+    try:
+        tensors = load_file(file)
+        return tensors, json.loads(bytes(tensors.pop("note").tolist()))
+    except (FileNotFoundError, SafetensorError, KeyError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -52,6 +83,7 @@ class GramStats:
             self.partners.setdefault(a, []).append(b)
         self._waiting: list[dict[str, Tensor]] = []
         self.summed_tokens = 0
+        self.is_whole = True
         self.sums = {name: torch.zeros(d, dtype=torch.float64) for name, d in self.dims.items()}
         self.squares = {name: torch.zeros(self.dims[name], dtype=torch.float64) for name in squares}
         self.products = {
@@ -63,11 +95,14 @@ class GramStats:
         """Add tokens: every block is [tokens, columns].
 
         Tokens are kept back until there are enough for one large product: the sums are far larger than a text's columns,
-        and touching them for every text would cost more than the arithmetic.
+        and touching them for every text would cost more than the arithmetic. Ctrl-C in the middle leaves `is_whole` False:
+        such sums count some tokens in part and are good for nothing.
         """
+        self.is_whole = False
         self._waiting.append({name: blocks[name].detach().to("cpu") for name in self.dims})
         if sum(next(iter(b.values())).shape[0] for b in self._waiting) >= FLUSH_TOKENS:
             self.flush()
+        self.is_whole = True
 
     def flush(self) -> None:
         """Add what was kept back. Everything that reads the sums calls this first."""
@@ -115,7 +150,7 @@ class GramStats:
             raise BadInput(
                 "saved statistics belong to another pair or other options; delete them, or use another folder"
             )
-        self._waiting, self.summed_tokens = [], int(state["tokens"])
+        self._waiting, self.summed_tokens, self.is_whole = [], int(state["tokens"]), True
         for name, x in mine.items():
             x.copy_(state[name])
 
