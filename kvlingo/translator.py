@@ -392,6 +392,7 @@ def identity_translator(geometry: Geometry, dtype: torch.dtype = torch.float32) 
     layers = tuple((layer,) for layer in range(len(geometry)))
     translator = Translator(TranslatorConfig(geometry, geometry, layers, embedding_lags=())).to(dtype)
     for layer_map in translator.maps.values():
-        assert isinstance(layer_map, LayerMap) and isinstance(layer_map.linear, LinearMap)
+        assert isinstance(layer_map, LayerMap)
+        assert isinstance(layer_map.linear, LinearMap)
         layer_map.linear.weight.copy_(torch.eye(layer_map.shape.width))
     return translator.eval()
