@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
 
 from kvlingo.cache import KV, full_cache, native_cache, read_cache
 from kvlingo.errors import BadInput, MissingExtra, UnsupportedModel
@@ -360,6 +361,11 @@ def fingerprint(model: Any) -> str:
 
 
 _CONFIG_NOISE = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "_attn_implementation", "use_cache"}
+
+
+def quiet_loading() -> None:
+    """Switch transformers' own progress bars off, for programs with a bar of their own."""
+    hf_logging.disable_progress_bar()
 
 
 # --- without weights -------------------------------------------------------------------------------------------------

@@ -108,5 +108,7 @@ def made_with(manifest: Manifest) -> str:
     """Return versions, storage and options."""
     stored = "" if manifest.weights is None else f", weights stored as {manifest.weights.dtype}"
     versions = f"kvlingo {manifest.kvlingo_version}, format {manifest.format_version}{stored}."
-    options = json.dumps(manifest.options, indent=1, ensure_ascii=False)
+    # The digests of the texts would fill pages; translator.json has them.
+    shown = {name: value for name, value in manifest.options.items() if name != "texts"}
+    options = json.dumps(shown, indent=1, ensure_ascii=False)
     return f"{versions}\n\n```json\n{options}\n```"

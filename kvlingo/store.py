@@ -174,6 +174,26 @@ def read_manifest(folder: str | Path) -> Manifest:
     return parse_manifest(read_document(Path(folder).expanduser()))
 
 
+def save_report(folder: str | Path, report: dict[str, Any]) -> Manifest:
+    """Write a held-out report into a saved translator; its weights stay as they are.
+
+    Raises:
+        BadArtifact: as `load_translator`.
+        BadInput: the folder can't be written, or the disk is full.
+    """
+    folder = Path(folder).expanduser().resolve()
+    document = read_document(folder)
+    manifest = replace(parse_manifest(document), held_out=report)
+    document = sealed({"manifest": asdict(manifest), "translator": document["translator"]})
+    files = {
+        WEIGHTS_FILE: (folder / WEIGHTS_FILE).read_bytes(),
+        MANIFEST_FILE: (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode(),
+        CARD_FILE: model_card(manifest).encode(),
+    }
+    replace_folder(folder, files)
+    return manifest
+
+
 # Weights
 
 

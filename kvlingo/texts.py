@@ -321,6 +321,29 @@ def _shown(value: Any) -> str:
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
+def conversation_from_file(path: Path) -> str | list[dict[str, Any]]:
+    """Read what is to be handed over: a text, or from a .json file a list of messages.
+
+    Raises:
+        BadInput: unreadable, binary or empty; JSON that is no list of messages with role and content.
+    """
+    text = _decode(_read_bytes(path), path)
+    if not text.strip():
+        raise BadInput(f"{path} is empty: expected a text, or a JSON list of messages")
+    if path.suffix.lower() != ".json":
+        return text
+    messages = _parse_json(text, str(path))
+    if isinstance(messages, dict) and "messages" in messages:
+        messages = messages["messages"]
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise BadInput(f'{path}: expected a list of {{"role": …, "content": …}}, got {_shown(messages)}')
+    return messages
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+
+
 # --- cutting and splitting ------------------------------------------------------------------------
 
 
