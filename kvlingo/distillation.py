@@ -156,6 +156,8 @@ def coordinates(translator: Translator, stats: GramStats, options: DistillOption
     return found
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def distill(
     translator: Translator,
     source: LanguageModel,

@@ -91,6 +91,7 @@ class Fit:
     held_out_kl_nats: float | None
 
 
+@torch.inference_mode(False)  # a translator that was made in the caller's inference mode could never be trained
 def fit(
     source: LanguageModel,
     target: LanguageModel,

@@ -206,6 +206,7 @@ def with_vocabulary(lm: LanguageModel, ids: Tensor) -> LanguageModel:
 # --- loading ---------------------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)  # weights that were made in the caller's inference mode can't carry gradients through
 def load_model(
     name: str | Path,
     *,
