@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from kvlingo.alignment import Reading, align, read_chat, read_text
 from kvlingo.cache import KV, concat, read_cache, write_cache
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.models import LanguageModel, native_layers, prefill, read
-from kvlingo.plan import HandoffPlan, Provenance, Span, plan_handoff, reprefill_plan
+from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan
 from kvlingo.translator import Translator, check_geometry
 
 Message = dict[str, Any]
@@ -183,7 +183,8 @@ def hand_off(
         no_text: the target sees no text: every token after the constant sinks is translated, and it starts at the next new
             token. Needs a translator fitted without text. Not anonymous: a cache can be read back.
 
-    A hand-over that can't be made exactly as planned becomes a re-prefill; `plan.fallback` says why.
+    A hand-over that can't be made exactly as planned becomes a re-prefill; `plan.fallback` says why. With `no_text` it raises
+    `UnsupportedCache` instead: a re-prefill would read the text.
     """
     check_geometry(translator.config, source.geometry, target.geometry)
     if no_text and translator.config.reads_text:
@@ -194,7 +195,8 @@ def hand_off(
     source_read = time.perf_counter()
     reading = read_conversation(conversation, target, add_generation_prompt=True)
     ids = target.ids(reading.ids)
-    alignment = align(source_state.reading, reading)
+    source_reading = as_one_text(source_state.reading) if isinstance(conversation, str) else source_state.reading
+    alignment = align(source_reading, reading)
     native = common_prefix(target_state, reading)
     plan = plan_handoff(
         alignment.tolist(),
@@ -205,7 +207,11 @@ def hand_off(
         no_text=no_text,
         untrusted=source_state.translated_until,
     )
+    if no_text:
+        refuse_to_read(plan, sink)
     plan, cache = carry_out(plan, source, target, translator, source_state, target_state, alignment, ids)
+    if no_text:
+        refuse_to_read(plan, sink)
     translated = time.perf_counter()
     rest = ids[cache.get_seq_length() if cache is not None else 0 :]
     logits = None
@@ -219,6 +225,21 @@ def hand_off(
         "tail": 1e3 * (finished - translated),
     }
     return HandOff(ModelState(reading, cache, plan.spans), plan, logits, timings)
+
+
+def as_one_text(reading: Reading) -> Reading:
+    """Take all contents as one: a text and what a model said after it are one text to the next model."""
+    (start, _), (_, stop) = reading.contents[0], reading.contents[-1]
+    return replace(reading, contents=((start, stop),))
+
+
+def refuse_to_read(plan: HandoffPlan, sink: int) -> None:
+    """Raise `UnsupportedCache` where a plan lets the target read text that the source has read, beyond the sinks."""
+    start, _ = plan.translated
+    read_again = [s for s in plan.spans if s.kind is SpanKind.RECOMPUTED and s.stop <= start]
+    if plan.fallback or sum(map(len, read_again)) > sink:
+        reason = plan.fallback or read_again[-1].reason
+        raise UnsupportedCache(f"this can't be handed over without its text ({reason}); hand it over with its text")
 
 
 def carry_out(
