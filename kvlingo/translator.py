@@ -128,22 +128,16 @@ def feature_blocks(
             if source is None:
                 raise IncompatiblePair("this translator reads a source cache; give one")
             layer, lag = map(int, numbers)
-            index = (alignment - lag).clamp(min=0).to(source.keys[layer].device)
-            rows = (
-                torch.cat(
-                    (source.keys[layer][0].index_select(1, index), source.values[layer][0].index_select(1, index)), 0
-                )
-                if _uniform(source, layer)
-                else source.flat(layer)[0].index_select(0, index)
-            )
-            if rows.ndim == 3:
-                rows = rows.transpose(0, 1).flatten(1)
+            rows = gather(source, layer, (alignment - lag).clamp(min=0))
         blocks[name] = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return blocks
 
 
-def _uniform(kv: KV, layer: int) -> bool:
-    return kv.keys[layer].shape[3] == kv.values[layer].shape[3]
+def gather(kv: KV, layer: int, index: Tensor) -> Tensor:
+    """Return the flat features [len(index), width] of some tokens of one layer, batch 1."""
+    index = index.to(kv.keys[layer].device)
+    chosen = (x[:, :, index] for x in (kv.keys[layer], kv.values[layer]))
+    return torch.cat([flatten_heads(x) for x in chosen], dim=-1)[0]
 
 
 def unit_keys(keys: Tensor, weight: Tensor, kind: str) -> Tensor:

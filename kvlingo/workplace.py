@@ -192,13 +192,13 @@ def model_names(folder: Path, source: str | None, target: str | None) -> tuple[s
 
 
 def load_controls(folder: Path, *, source: LanguageModel, target: LanguageModel) -> dict[str, Translator]:
-    """Load the controls that lie beside a translator; none where there are none."""
-    found = {}
-    for name in CONTROLS:
-        if (folder / "controls" / name).is_dir():
-            translator, _ = load_translator(folder / "controls" / name, source=source, target=target)
-            found[name] = translator.to(target.device)
-    return found
+    """Load what lies beside a translator by name: its controls, and the `ridge` that distilling started from."""
+    places = {**{name: folder / "controls" / name for name in CONTROLS}, "ridge": folder / "ridge"}
+    return {
+        name: load_translator(place, source=source, target=target)[0].to(target.device)
+        for name, place in places.items()
+        if place.is_dir()
+    }
 
 
 def texts_seen(manifest: Manifest) -> TextsSeen:

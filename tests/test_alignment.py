@@ -292,6 +292,7 @@ def test_ids_the_tokenizer_does_not_know_are_masked() -> None:
     reading = reading_of_ids(BYTES, [*ids, len(BYTES), len(BYTES) + 5000])
     assert tokens(reading)[-2:] == [b"", b""]
     assert contents(reading) == [b"a fox"]
+    assert contents(reading_of_ids(BYTES, [*ids, BYTES.eos_token_id, len(BYTES)])) == [b"a fox"]
     assert check_shape(reading, reading) == list(range(len(reading)))
     assert check_shape(reading, read_text(PIECES, "a fox"))[-1] == len(ids) - 1
     assert (
