@@ -1,0 +1,427 @@
+"""The command line: options in, one line of error or one result out.
+
+Knows Typer and the names of the jobs; everything heavy is imported inside a command, so that `--help` answers at once. Results
+go to stdout, progress and errors to stderr. Exit codes: 0 done, 2 the input is at fault, 3 an evaluation's verdict is FAIL,
+130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvlingo import __version__
+from kvlingo.errors import BadInput, KVLingoError
+
+BAD_INPUT, FAILED, STOPPED = 2, 3, 130
+
+app = typer.Typer(
+    name="kvlingo",
+    help="Hand a conversation from one language model to another by translating its key-value cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Map(StrEnum):
+    """How keys and values are mapped."""
+
+    auto = "auto"
+    linear = "linear"
+    headwise = "headwise"
+    lowrank = "lowrank"
+
+
+class Storage(StrEnum):
+    """How weights are stored."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    int8 = "int8"
+
+
+class Control(StrEnum):
+    """A control that can be distilled like the translator it stands beside."""
+
+    token_only = "token_only"
+    no_text = "no_text"
+
+
+# What a model may be named by.
+MODEL = "hub id, local folder or .gguf file"
+Model = Annotated[str, typer.Argument(help=f"{MODEL}.", show_default=False)]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="What `kvlingo fit` wrote.", show_default=False)]
+Source = Annotated[str | None, typer.Option(help=f"The source model, if it moved: {MODEL}.", show_default=False)]
+Target = Annotated[str | None, typer.Option(help=f"The target model, if it moved: {MODEL}.", show_default=False)]
+Texts = Annotated[
+    list[Path] | None,
+    typer.Option("--text", help="File or folder of text; repeatable. Default: the prose that comes with Python."),
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, … Default: the GPU if there is one.", show_default=False)]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16. Default: float32 on a CPU.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, on the last line of stdout.")]
+Sink = Annotated[int, typer.Option(min=0, help="First tokens that the target reads itself.")]
+Tail = Annotated[int, typer.Option(min=1, help="Last tokens that the target reads itself.")]
+NativeLayers = Annotated[int, typer.Option(min=0, help="First layers that the target computes itself.")]
+
+
+def version(wanted: bool) -> None:
+    """Print the version and stop."""
+    if wanted:
+        typer.echo(f"kvlingo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def fit(
+    source: Model,
+    target: Model,
+    out: Annotated[Path, typer.Option(help="Folder to save the translator to.", show_default=False)],
+    text: Texts = None,
+    map_kind: Annotated[Map, typer.Option("--map", help="auto: linear, with an MLP residual to try from small to large.")] = Map.auto,
+    rank: Annotated[int, typer.Option(min=1, help="Dims of a low-rank map.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, help="Target tokens to read.")] = 150_000,
+    reach: Annotated[int, typer.Option(min=0, help="Source layers read on each side of the paired one.")] = 1,
+    no_text: Annotated[bool, typer.Option("--no-text", help="Leave the text out: the target gets a cache alone.")] = False,
+    damping: Annotated[
+        float | None, typer.Option("--lambda", min=0, help="Ridge damping. Default: chosen on held-out text.", show_default=False)
+    ] = None,
+    context: Annotated[str, typer.Option(help="Lengths of the pieces to read, in target tokens.")] = "192,512,1024",
+    chat_share: Annotated[float, typer.Option(min=0, max=1, help="Share of pieces rendered in chat templates.")] = 0.15,
+    dtype: Dtype = None,
+    device: Device = None,
+    store: Annotated[Storage, typer.Option(help="How to store the weights.")] = Storage.float32,
+    seed: int = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the translator that is there.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print what was chosen for each layer.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Fit a translator from SOURCE to TARGET by ridge regression on text."""
+    changes = {
+        "rank": rank,
+        "tokens": tokens,
+        "reach": reach,
+        "context_tokens": numbers(context, "--context"),
+        "chat_share": chat_share,
+        "seed": seed,
+        **({} if map_kind is Map.auto else {"map_kind": map_kind.value}),
+        **({} if damping is None else {"dampings": (damping,)}),
+    }
+    with stoppable(f"the statistics so far are kept in {out / 'work'}; the same command goes on from there"):
+        from kvlingo import jobs
+
+        result = jobs.fit_pair(
+            source,
+            target,
+            out,
+            texts=text or [],
+            changes=changes,
+            auto_map=map_kind is Map.auto,
+            no_text=no_text,
+            where=jobs.Where(device, dtype),
+            storage=store.value,
+            overwrite=overwrite,
+            say=typer.echo,
+            tell=tell,
+        )
+    if verbose:
+        print_layers(result["layers"])
+    emit(result, as_json)
+
+
+@app.command()
+def distill(
+    folder: Folder,
+    source: Source = None,
+    target: Target = None,
+    text: Texts = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after so long. Default: 10.", show_default=False)] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.", show_default=False)] = None,
+    learning_rate: Annotated[float, typer.Option(min=0, help="Of AdamW, after warm-up.")] = 1e-4,
+    batch: Annotated[int, typer.Option(min=1, help="Hand-overs in a step.")] = 8,
+    context: Annotated[str, typer.Option(help="Context lengths to draw from, in target tokens.")] = "64,128,192,256,384,512",
+    continuation: Annotated[int, typer.Option(min=1, help="Tokens after each hand-over.")] = 96,
+    chat_share: Annotated[float, typer.Option(min=0, max=1, help="Share of hand-overs rendered in chat templates.")] = 0.15,
+    control: Annotated[Control | None, typer.Option(help="Distil a control instead.", show_default=False)] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    seed: int = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Train a fitted translator through the frozen target; keep the best on held-out text."""
+    changes = {
+        "minutes": 10.0 if minutes is None and steps is None else minutes,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "batch": batch,
+        "context_tokens": numbers(context, "--context"),
+        "continuation_tokens": continuation,
+        "chat_share": chat_share,
+        "seed": seed,
+    }
+    with stoppable(f"{folder} is unchanged, a checkpoint is in {folder / 'work'}; the same command goes on from there"):
+        from kvlingo import jobs
+
+        result = jobs.distill_folder(
+            folder,
+            source_name=source,
+            target_name=target,
+            texts=text or [],
+            changes=changes,
+            control_name=None if control is None else control.value,
+            where=jobs.Where(device, dtype),
+            say=typer.echo,
+            tell=tell,
+        )
+    emit(result, as_json)
+
+
+@app.command("eval")
+def evaluate(
+    folder: Folder,
+    source: Source = None,
+    target: Target = None,
+    text: Texts = None,
+    context: Annotated[int, typer.Option(min=8, help="Target tokens before the hand-over.")] = 192,
+    continuation: Annotated[int, typer.Option(min=1, help="Target tokens scored after it.")] = 48,
+    documents: Annotated[int, typer.Option(min=1, help="Held-out hand-overs to score.")] = 48,
+    sink: Sink = 1,
+    tail: Tail = 1,
+    native_layers: NativeLayers = 0,
+    passkeys: Annotated[int, typer.Option(min=0, help="Codes to hide in the context and ask for.")] = 24,
+    keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Write the report into the translator's folder.")] = True,
+    dtype: Dtype = None,
+    device: Device = None,
+    seed: int = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Score a translator beside its controls on text that it was not fitted on. Exit code 3 on FAIL."""
+    with stoppable(f"{folder} is unchanged; run the same command again"):
+        from kvlingo import jobs
+        from kvlingo.evaluation import EvaluationOptions
+
+        report = jobs.evaluate_folder(
+            folder,
+            source_name=source,
+            target_name=target,
+            texts=text or [],
+            options=EvaluationOptions(
+                context_tokens=context,
+                continuation_tokens=continuation,
+                documents=documents,
+                sink=sink,
+                tail=tail,
+                native_layers=native_layers,
+                passkeys=passkeys,
+                seed=seed,
+            ),
+            where=jobs.Where(device, dtype),
+            keep=keep,
+            tell=tell,
+        )
+    report.render(Console())
+    emit(report.to_dict(), as_json)
+    if not report.passed:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def handoff(
+    folder: Folder,
+    file: Annotated[Path, typer.Argument(help="A text, or a .json list of messages.", show_default=False)],
+    source: Source = None,
+    target: Target = None,
+    sink: Sink = 1,
+    tail: Tail = 1,
+    native_layers: NativeLayers = 0,
+    no_text: Annotated[bool, typer.Option("--no-text", help="Give the target a cache and no text; not anonymous.")] = False,
+    following: Annotated[str, typer.Option("--next", help="With --no-text: what the target reads first.")] = "\n",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to go on for.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this probability.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs to take the times' medians of.")] = 3,
+    dtype: Dtype = None,
+    device: Device = None,
+    seed: int | None = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let the source read FILE, hand it over, print how the target goes on, with the plan and the times."""
+    with stoppable("nothing was written"):
+        from kvlingo import jobs
+
+        result = jobs.hand_off_file(
+            folder,
+            file,
+            source_name=source,
+            target_name=target,
+            dial={"sink": sink, "tail": tail, "native_layers": native_layers, "no_text": no_text},
+            following=following,
+            sampling=jobs.Sampling(max_new_tokens, temperature, top_p, seed),
+            repeats=repeats,
+            where=jobs.Where(device, dtype),
+            write=write,
+            say=typer.echo,
+        )
+    emit(result, as_json)
+
+
+@app.command()
+def info(
+    what: Annotated[str, typer.Argument(metavar="SOURCE|DIR", help="A model, or a saved translator.", show_default=False)],
+    target: Annotated[str | None, typer.Argument(help="The target model.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether and how two models go together, without loading weights; or what a saved translator is."""
+    with stoppable("nothing was written"):
+        from kvlingo import jobs, sheets
+
+        if target is None:
+            result = jobs.describe_folder(Path(what))
+            sheets.print_folder(result, Console())
+        else:
+            result = jobs.describe_pair(what, target)
+            sheets.print_pair(result, Console())
+    emit(result, as_json)
+
+
+@app.command()
+def demo(
+    quick: Annotated[bool, typer.Option("--quick", help="One direction, ridge and a minute of distilling.")] = False,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Minutes of distilling a direction.", show_default=False)
+    ] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Where models are kept. Default: $KVLINGO_CACHE or ~/.cache/kvlingo.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch two small models, fit, distil, hand a conversation over and back, and show what was kept."""
+    with stoppable("fetched models and finished stages are kept; the same command goes on from there"):
+        from kvlingo.demo import run_demo
+
+        report = run_demo(quick=quick, minutes=minutes, cache_dir=cache_dir, console=Console(), tell=tell)
+    emit(report, as_json)
+    if report["verdict"] != "PASS":
+        raise typer.Exit(FAILED)
+
+
+# --- what comes out --------------------------------------------------------------------------------------------------
+
+
+def emit(result: dict[str, Any], as_json: bool) -> None:
+    """Print the result as the last line of stdout, if asked."""
+    if as_json:
+        typer.echo(json.dumps(result, ensure_ascii=False, allow_nan=False))
+
+
+def write(piece: str) -> None:
+    """Print a piece of text at once."""
+    typer.echo(piece, nl=False)
+    sys.stdout.flush()
+
+
+def tell(line: str) -> None:
+    """Print a line about progress."""
+    typer.echo(line, err=True)
+
+
+def print_layers(layers: Sequence[dict[str, Any]]) -> None:
+    """Print what fitting chose for each target layer; errors are shares of variance, for debugging only."""
+    typer.echo("layer  source layers  damping  held-out error")
+    for x in layers:
+        sources = ",".join(map(str, x["source_layers"]))
+        typer.echo(f"{x['layer']:5}  {sources:13}  {x['damping']:7.0e}  {x['held_out_error']:.4f}")
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """Read positive numbers separated by commas."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise BadInput(f"{option} is {text!r}; give positive numbers separated by commas, like 192,512")
+    return tuple(map(int, parts))
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+class Stopped(Exception):
+    """Ctrl-C, with what was kept and how to go on."""
+
+
+@contextmanager
+def stoppable(kept: str) -> Iterator[None]:
+    """Turn Ctrl-C into one line that says what was kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped: {kept}") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit with its code; any error that is the input's fault is one line on stderr."""
+    sys.exit(guarded(lambda: app(args=arguments, standalone_mode=False)))
+
+
+def guarded(run: Callable[[], Any]) -> int:
+    """Run and return the exit code."""
+    try:
+        code = run()
+    except KVLingoError as error:
+        return complain(str(error), BAD_INPUT)
+    except Stopped as error:
+        return complain(str(error), STOPPED)
+    except KeyboardInterrupt:
+        return complain("stopped", STOPPED)
+    except Exception as error:
+        return known_fault(error)
+    return code if isinstance(code, int) else 0
+
+
+def known_fault(error: Exception) -> int:
+    """Return the exit code of an error from below that is not a bug of ours; raise any other.
+
+    Typer brings its own copy of click or not, by version: its errors are told by what they can do.
+    """
+    if hasattr(error, "format_message"):
+        advice = "" if "--help" in error.format_message() else "; see --help"
+        return complain(f"{error.format_message().rstrip('.')}{advice}", BAD_INPUT)
+    if type(error).__name__ == "Abort":
+        return complain("stopped", STOPPED)
+    if type(error).__name__ == "Exit":
+        return int(getattr(error, "exit_code", 1))
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
+    if full:
+        return complain("no space left on the disk: free some and run the same command again", BAD_INPUT)
+    if isinstance(error, PermissionError):
+        return complain(f"can't write {error.filename}: {error.strerror}; choose another place", BAD_INPUT)
+    raise error
+
+
+def complain(message: str, code: int) -> int:
+    """Print one line on stderr; return the code."""
+    typer.echo(f"kvlingo: {' '.join(message.split())}", err=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,552 @@
+"""What each command does, from names and paths to files: load, call, save, and say what came out.
+
+Knows every noun of the package by name and computes nothing itself. Does not know the command line: options come as values,
+and lines for a person go to `say`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvlingo.alignment import read_more, tokenizer_relation
+from kvlingo.cost import TargetCost, break_even_tokens, handoff_flops, pass_flops
+from kvlingo.distillation import Distilled, DistillOptions, distill
+from kvlingo.errors import BadInput, KVLingoError, MissingExtra
+from kvlingo.evaluation import Controls, EvaluationOptions, attention_cosine, evaluate
+from kvlingo.files import write_file
+from kvlingo.fitting import (
+    Collector,
+    Fit,
+    FitOptions,
+    base_config,
+    check_pair,
+    choose_map,
+    control,
+    fit,
+    held_out_examples,
+    held_out_kl,
+    load_statistics,
+    options_from_json,
+    source_free,
+    text_free,
+)
+from kvlingo.generation import generate
+from kvlingo.handoff import Conversation, HandOff, ModelState, hand_off, read_native
+from kvlingo.manifest import Manifest, StorageType
+from kvlingo.models import LanguageModel, Outline, load_model, outline, prefill, quiet_loading
+from kvlingo.plots import draw_curve
+from kvlingo.progress import progress_bar
+from kvlingo.report import Report
+from kvlingo.stats import GramStats
+from kvlingo.store import load_translator, read_manifest, save_report
+from kvlingo.texts import Document, conversation_from_file, default_documents, documents_from_paths
+from kvlingo.timing import FirstToken, time_to_first_token
+from kvlingo.translator import MAP_KINDS, Translator, TranslatorConfig
+from kvlingo.workplace import (
+    TextsSeen,
+    digest,
+    fair_to_judge_on,
+    forget,
+    load_controls,
+    model_names,
+    refuse_early,
+    remember_models,
+    reserve,
+    save_distilled,
+    save_fitted,
+    split_as_fitted,
+    texts_seen,
+)
+
+Say = Callable[[str], None]
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+STATISTICS_TOKENS = 40_000
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which device and floating-point type the models run in; None: the default."""
+
+    device: str | None = None
+    dtype: str | None = None
+
+
+def load_pair(source: str, target: str, where: Where) -> tuple[LanguageModel, LanguageModel]:
+    """Load both models."""
+    quiet_loading()
+    source_lm = load_model(source, device=where.device, dtype=where.dtype)
+    target_lm = load_model(target, device=where.device, dtype=where.dtype)
+    check_pair(source_lm, target_lm)
+    return source_lm, target_lm
+
+
+def gather(texts: Sequence[Path]) -> list[Document]:
+    """Read the texts given, or those that every Python brings."""
+    return documents_from_paths(texts) if texts else default_documents()
+
+
+def count_weights(lm: LanguageModel) -> int:
+    """Return the number of a model's parameters."""
+    return sum(p.numel() for p in lm.model.parameters())
+
+
+def size_of(config: TranslatorConfig, storage: str = "float32") -> int:
+    """Return a translator's size in bytes without making it."""
+    with torch.device("meta"):
+        return Translator(config).num_bytes(BYTES[storage])
+
+
+# --- fit -------------------------------------------------------------------------------------------------------------
+
+
+def fit_pair(
+    source_name: str,
+    target_name: str,
+    out: Path,
+    *,
+    texts: Sequence[Path],
+    changes: Mapping[str, Any],
+    auto_map: bool,
+    no_text: bool,
+    where: Where,
+    storage: StorageType,
+    overwrite: bool,
+    say: Say,
+    tell: Say,
+) -> dict[str, Any]:
+    """Fit a translator and its controls; save them in `out`.
+
+    Args:
+        changes: what differs from `FitOptions()`.
+        say, tell: take a result's line, and a line about progress.
+    """
+    started = time.monotonic()
+    refuse_early(out, overwrite=overwrite)
+    documents = gather(texts)
+    with forget_on_refusal(out):
+        source, target = load_pair(source_name, target_name, where)
+        options = FitOptions(**changes)
+        if auto_map:
+            options = replace(options, **choose_map(source.geometry, target.geometry, count_weights(source), count_weights(target)))
+        config = base_config(source, target, options)
+        tell(size_line(text_free(config) if no_text else config, storage))
+        apart = reserve(documents, share=options.held_out_share, seed=options.seed)
+        torch.manual_seed(options.seed)
+        remember_models(out, source_name, target_name)
+        with progress_bar() as bar:
+            fitted = fit(source, target, apart.training, options, work_dir=out / "work", progress=bar.count)
+        translator, controls = fitted_alike(fitted, config, target, no_text=no_text)
+        found = judge_fit(fitted, translator, controls, source, target)
+        seen = TextsSeen(
+            training=frozenset(digest(d) for d in apart.training) - frozenset(map(digest, fitted.held_out_documents)),
+            held_out=frozenset(map(digest, fitted.held_out_documents)),
+            reserved=frozenset(map(digest, apart.held_out)),
+        )
+        manifest = save_fitted(
+            out,
+            translator,
+            controls,
+            source=source,
+            target=target,
+            options={"fit": asdict(options), "no_text": no_text, "texts": seen.to_json()},
+            held_out=found,
+            storage=storage,
+            overwrite=overwrite,
+        )
+    assert manifest.weights is not None
+    for line in fit_lines(found, out, manifest.weights.num_bytes):
+        say(line)
+    return {
+        "folder": str(out),
+        "pair": {"source": source.name, "target": target.name},
+        "held_out": found,
+        "num_bytes": manifest.weights.num_bytes,
+        "tokens": fitted.stats.tokens,
+        "seconds": time.monotonic() - started,
+        "map": {"kind": options.map_kind, "residual_width": options.residual_width, "reads_text": not no_text},
+        "layers": list(fitted.choices),
+    }
+
+
+@contextmanager
+def forget_on_refusal(out: Path) -> Iterator[None]:
+    """Leave nothing behind when the input is refused; Ctrl-C keeps the statistics."""
+    is_new = not (out / "work").exists()
+    try:
+        yield
+    except (KVLingoError, OSError):
+        if is_new:
+            forget(out)
+        raise
+
+
+def fitted_alike(
+    fitted: Fit, config: TranslatorConfig, target: LanguageModel, *, no_text: bool
+) -> tuple[Translator, dict[str, Translator]]:
+    """Return the translator to save and its controls, all from the same statistics."""
+    token_only = control(source_free(config), fitted, target)
+    textless = control(text_free(config), fitted, target)
+    if no_text:
+        return textless, {"token_only": token_only}
+    return fitted.translator, {"token_only": token_only, "no_text": textless}
+
+
+def judge_fit(
+    fitted: Fit, translator: Translator, controls: Mapping[str, Translator], source: LanguageModel, target: LanguageModel
+) -> dict[str, Any]:
+    """Let the target judge: KL on held-out hand-overs, and what its own queries read from the translated cache."""
+    judged = held_out_examples(fitted.held_out_documents, source, target, fitted.options)
+    with torch.no_grad():
+        cosine = attention_cosine(source, target, translator, judged, EvaluationOptions())
+    return {
+        "kl_nats": held_out_kl(source, target, translator, judged),
+        "controls_kl_nats": {name: held_out_kl(source, target, c, judged) for name, c in controls.items()},
+        "attention_output_cosine": cosine,
+        "hand_overs": len(judged),
+    }
+
+
+def size_line(config: TranslatorConfig, storage: str) -> str:
+    """Say how large the artifact will be before any work is done."""
+    weights = size_of(config, "int8")
+    kind = f"{config.map_kind} maps" + (" with MLP residual" if config.residual_width else "")
+    return f"{kind} of {weights / 1e6:.1f} M weights: the translator will take {weights * BYTES[storage] / 1e6:.1f} MB as {storage}"
+
+
+def fit_lines(found: Mapping[str, Any], out: Path, num_bytes: int) -> Iterator[str]:
+    """Return what a person is told after fitting."""
+    if found["kl_nats"] is None:
+        yield "the held-out text is too short to judge the translator; give longer texts before you trust it"
+    else:
+        controls = ", ".join(f"{name} {nats(kl)}" for name, kl in found["controls_kl_nats"].items())
+        yield f"held-out KL to native: {nats(found['kl_nats'])} nats ({controls}), {found['hand_overs']} hand-overs"
+    cosine = found["attention_output_cosine"]
+    if cosine is not None:
+        worst = f"worst layer {cosine['worst_layer_index']}: {cosine['worst_layer']:.3f}"
+        yield f"attention-output cosine: {cosine['mean']:.3f}, {worst}"
+    yield f"saved {out} ({num_bytes / 1e6:.1f} MB); statistics for distilling stay in {out / 'work'}: rm -r to free them"
+    yield f"next: kvlingo distill {out} --minutes 20, then kvlingo eval {out}"
+
+
+def nats(value: float | None) -> str:
+    """Format a KL."""
+    return "–" if value is None else f"{value:.4f}"
+
+
+# --- distill ---------------------------------------------------------------------------------------------------------
+
+
+def distill_folder(
+    folder: Path,
+    *,
+    source_name: str | None,
+    target_name: str | None,
+    texts: Sequence[Path],
+    changes: Mapping[str, Any],
+    control_name: str | None,
+    where: Where,
+    say: Say,
+    tell: Say,
+) -> dict[str, Any]:
+    """Distil a saved translator, or one of its controls, and put the best one in its place."""
+    place = folder if control_name is None else folder / "controls" / control_name
+    work = folder / "work"
+    names = model_names(folder, source_name, target_name)
+    main = read_manifest(folder)
+    documents = gather(texts)
+    options = DistillOptions(**changes)
+    source, target = load_pair(*names, where)
+    translator, manifest = load_translator(place, source=source, target=target)
+    fitted = options_from_json(main.options.get("fit", {}))
+    seen = texts_seen(main)
+    split = split_as_fitted(documents, seen, share=fitted.held_out_share, seed=fitted.seed)
+    with progress_bar() as bar:
+        stats = statistics(source, target, fitted, split.training, work, bar.count, tell)
+        torch.manual_seed(options.seed)
+        done = distill(
+            translator.to(target.device),
+            source,
+            target,
+            split.training,
+            split.held_out,
+            stats,
+            options,
+            work_dir=work / (control_name or "translator"),
+            report=bar.train,
+        )
+    curve = {**done.curve.to_json(), "options": asdict(options), "pair": [source.name, target.name]}
+    learnt = TextsSeen(seen.training | {digest(d) for d in split.training}, seen.held_out, seen.reserved)
+    kl_before, kl_after = done.curve.held_out_kl_nats[0], min(done.curve.held_out_kl_nats)
+    summary = {"steps": done.steps, "best_step": done.best_step, "seconds": done.seconds}
+    new = Manifest(
+        manifest.source,
+        manifest.target,
+        {**manifest.options, "texts": learnt.to_json(), "distill": {**asdict(options), **summary}},
+        {"kl_nats_before_distilling": kl_before, "kl_nats": kl_after, "hand_overs": options.judged_examples},
+    )
+    save_distilled(place, done.translator, new)
+    save_curve(place, curve, tell)
+    (work / (control_name or "translator") / "distillation.safetensors").unlink(missing_ok=True)
+    for line in distill_lines(done, place):
+        say(line)
+    residual = bool(done.translator.config.residual_width)
+    return {"folder": str(place), **(new.held_out or {}), **summary, "residual_kept": residual}
+
+
+def statistics(
+    source: LanguageModel,
+    target: LanguageModel,
+    options: FitOptions,
+    documents: Sequence[Document],
+    work: Path,
+    progress: Callable[[str, int, int], None],
+    tell: Say,
+) -> GramStats:
+    """Return the statistics that fitting left, or collect some anew: distilling needs them for its coordinates."""
+    found = load_statistics(source, target, options, work)
+    if found is not None:
+        return found
+    config = base_config(source, target, options)
+    widest = max(config.feature_width(layer) for layer in range(len(config.target)))
+    tokens = max(STATISTICS_TOKENS, 2 * widest)
+    tell(f"no statistics in {work}: reading {tokens} tokens of text anew")
+    return Collector(source, target, config, options).collect(documents, "distilling", tokens, work, progress)
+
+
+def save_curve(place: Path, curve: Mapping[str, Any], tell: Say) -> None:
+    """Save the loss curve as JSON and, where matplotlib is installed, as a picture."""
+    write_file(place / "distillation.json", json.dumps(curve).encode())
+    try:
+        draw_curve(dict(curve), place / "distillation.png", title=f"Distilling {' → '.join(curve['pair'])}")
+    except MissingExtra as error:
+        tell(f"no picture of the loss curve, {place / 'distillation.json'} has it: {error}")
+
+
+def distill_lines(done: Distilled, place: Path) -> Iterator[str]:
+    """Return what a person is told after distilling."""
+    kl = done.curve.held_out_kl_nats
+    if done.best_step:
+        better = f"held-out KL to native: {nats(kl[0])} → {nats(min(kl))} nats (best at step {done.best_step} of {done.steps})"
+    else:
+        better = f"no better than before after {done.steps} steps (held-out KL {nats(kl[0])} nats): kept as it was"
+    yield f"{better}, {done.seconds / 60:.1f} minutes"
+    yield f"saved {place}; the one before distilling is in {place / 'ridge'}"
+
+
+# --- eval ------------------------------------------------------------------------------------------------------------
+
+
+def evaluate_folder(
+    folder: Path,
+    *,
+    source_name: str | None,
+    target_name: str | None,
+    texts: Sequence[Path],
+    options: EvaluationOptions,
+    where: Where,
+    keep: bool,
+    tell: Say,
+) -> Report:
+    """Score a saved translator beside its controls; with `keep`, write the report into the artifact."""
+    names = model_names(folder, source_name, target_name)
+    documents, note = fair_to_judge_on(gather(texts), texts_seen(read_manifest(folder)))
+    if note:
+        tell(note)
+    source, target = load_pair(*names, where)
+    translator, _ = load_translator(folder, source=source, target=target)
+    controls = load_controls(folder, source=source, target=target)
+    with progress_bar() as bar:
+        report = evaluate(
+            source,
+            target,
+            translator.to(target.device),
+            documents,
+            controls=Controls(
+                token_only=controls.pop("token_only", None), no_text=controls.pop("no_text", None), others=controls
+            ),
+            options=options,
+            progress=bar.count,
+        )
+    if keep:
+        save_report(folder, report.to_dict())
+    return report
+
+
+# --- handoff ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target goes on."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+def hand_off_file(
+    folder: Path,
+    file: Path,
+    *,
+    source_name: str | None,
+    target_name: str | None,
+    dial: Mapping[str, Any],
+    following: str,
+    sampling: Sampling,
+    repeats: int,
+    where: Where,
+    write: Say,
+    say: Say,
+) -> dict[str, Any]:
+    """Hand the conversation in a file over and let the target go on.
+
+    Args:
+        dial: `sink`, `tail`, `native_layers`, `no_text` of `hand_off`.
+        following: what the target reads first when it gets no text.
+        write: takes the continuation piece by piece.
+    """
+    conversation = conversation_from_file(file)
+    names = model_names(folder, source_name, target_name)
+    source, target = load_pair(*names, where)
+    translator = translator_for(folder, source, target, no_text=bool(dial.get("no_text")))
+    state = read_native(conversation, source)
+    handed = hand_off(conversation, source, target, translator, source_state=state, **dial)
+    if handed.logits is None:
+        handed = read_on(target, handed, following)
+    assert handed.logits is not None
+    generation = generate(target, handed.state, handed.logits, **asdict(sampling))
+    pieces = []
+    for piece in generation:
+        pieces.append(piece)
+        write(piece)
+    write("\n")
+    times = time_to_first_token(
+        conversation, source, target, translator, source_state=state, repeats=repeats, **dial
+    )
+    for line in handoff_lines(handed, times):
+        say(line)
+    return {
+        "continuation": "".join(pieces),
+        "num_tokens": len(generation.ids),
+        "plan": handed.plan.to_json(),
+        "timings_ms": handed.timings_ms,
+        "first_token": times.to_json(),
+        "pair": {"source": source.name, "target": target.name},
+    }
+
+
+def translator_for(folder: Path, source: LanguageModel, target: LanguageModel, *, no_text: bool) -> Translator:
+    """Load a folder's translator, or with `no_text` the one beside it that was fitted without text."""
+    translator, _ = load_translator(folder, source=source, target=target)
+    if no_text and translator.config.reads_text:
+        textless = folder / "controls" / "no_text"
+        if not textless.is_dir():
+            raise BadInput(f"{folder} holds no translator that does without the text; fit one: kvlingo fit … --no-text")
+        translator, _ = load_translator(textless, source=source, target=target)
+    return translator.to(target.device)
+
+
+@torch.no_grad()
+def read_on(target: LanguageModel, handed: HandOff, text: str) -> HandOff:
+    """Let a target that got no text read the first new one."""
+    ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise BadInput("without the text the target needs something new to read; give --next TEXT")
+    done = prefill(target, target.ids(ids), cache=handed.state.cache)
+    reading = read_more(target.tokenizer, handed.state.reading, ids)
+    return replace(
+        handed, state=ModelState(reading, done.cache, handed.state.spans), logits=done.logits[-1]
+    )
+
+
+def handoff_lines(handed: HandOff, times: FirstToken) -> Iterator[str]:
+    """Return the plan and the times in words."""
+    yield f"plan: {handed.plan}"
+    if handed.plan.fallback:
+        yield f"re-prefilled: {handed.plan.fallback}"
+    yield (
+        f"first token after {times.handoff_ms:.0f} ms; re-prefilling {times.tokens} tokens takes {times.reprefill_ms:.0f} ms "
+        f"({times.speedup:.1f} times), medians of {times.repeats}"
+    )
+
+
+# --- info ------------------------------------------------------------------------------------------------------------
+
+
+def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
+    """Say what can be known of a pair without loading weights.
+
+    A model that can't be translated gives its reason in place of facts; what is wrong with a name is an error.
+    """
+    quiet_loading()
+    source, target = outline(source_name), outline(target_name)
+    options = replace(
+        FitOptions(key_norm=False),
+        **choose_map(source.geometry, target.geometry, source.total_weights, target.total_weights),
+    )
+    config = base_config(source, target, options)
+    cost = TargetCost(target.layer_weights, target.query_widths, [x.window for x in target.geometry.layers])
+    maps = map_weights(config)
+    return {
+        "supported": True,
+        "source": side_facts(source),
+        "target": side_facts(target),
+        "tokenizers": str(tokenizer_relation(source.tokenizer, target.tokenizer)),
+        "map_auto": {"kind": options.map_kind, "residual_width": options.residual_width},
+        "num_bytes": {
+            kind: {s: size_of(replace(config, map_kind=kind, rank=options.rank if kind == "lowrank" else 0), s) for s in BYTES}
+            for kind in MAP_KINDS
+        },
+        "break_even_tokens": break_even_tokens(cost, maps),
+        "gflops": {
+            str(n): {"handoff": handoff_flops(cost, maps, n) / 1e9, "reprefill": pass_flops(cost, n) / 1e9}
+            for n in (64, 256, 1024, 4096, 16384)
+        },
+    }
+
+
+def map_weights(config: TranslatorConfig) -> list[int]:
+    """Return the number of weights of each target layer's map; 0 where a layer has none."""
+    with torch.device("meta"):
+        maps = Translator(config).maps
+    return [
+        sum(p.numel() for p in maps[str(layer)].parameters()) if str(layer) in maps else 0
+        for layer in range(len(config.target))
+    ]
+
+
+def side_facts(side: Outline) -> dict[str, Any]:
+    """Return one model's facts as plain values."""
+    return {
+        "name": side.name,
+        "kind": side.kind,
+        "weights": side.total_weights,
+        "kv_features_per_token": side.geometry.features_per_token,
+        "kv_bytes_per_token_bfloat16": 2 * side.geometry.features_per_token,
+        "max_positions": side.geometry.max_positions,
+        "vocabulary": side.geometry.vocab_size,
+        "layers": [
+            {"kv_heads": x.kv_heads, "key_dim": x.key_dim, "value_dim": x.value_dim, "window": x.window}
+            for x in side.geometry.layers
+        ],
+    }
+
+
+def describe_folder(folder: Path) -> dict[str, Any]:
+    """Return what is known about a saved translator, without its weights."""
+    manifest = asdict(read_manifest(folder))
+    texts = manifest["options"].pop("texts", {})
+    manifest["options"]["num_texts"] = {name: len(found) for name, found in texts.items()}
+    present = [name for name in ("token_only", "no_text") if (folder / "controls" / name).is_dir()]
+    return {"folder": str(folder), **manifest, "controls": present}
+
+
