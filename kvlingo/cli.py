@@ -87,7 +87,9 @@ def version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    _version: Annotated[bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -98,13 +100,18 @@ def fit(
     target: Model,
     out: Annotated[Path, typer.Option(help="Folder to save the translator to.", show_default=False)],
     text: Texts = None,
-    map_kind: Annotated[Map, typer.Option("--map", help="auto: linear, with an MLP residual to try from small to large.")] = Map.auto,
+    map_kind: Annotated[
+        Map, typer.Option("--map", help="auto: linear, with an MLP residual to try from small to large.")
+    ] = Map.auto,
     rank: Annotated[int, typer.Option(min=1, help="Dims of a low-rank map.")] = 256,
     tokens: Annotated[int, typer.Option(min=1, help="Target tokens to read.")] = 150_000,
     reach: Annotated[int, typer.Option(min=0, help="Source layers read on each side of the paired one.")] = 1,
-    no_text: Annotated[bool, typer.Option("--no-text", help="Leave the text out: the target gets a cache alone.")] = False,
+    no_text: Annotated[
+        bool, typer.Option("--no-text", help="Leave the text out: the target gets a cache alone.")
+    ] = False,
     damping: Annotated[
-        float | None, typer.Option("--lambda", min=0, help="Ridge damping. Default: chosen on held-out text.", show_default=False)
+        float | None,
+        typer.Option("--lambda", min=0, help="Ridge damping. Default: chosen on held-out text.", show_default=False),
     ] = None,
     context: Annotated[str, typer.Option(help="Lengths of the pieces to read, in target tokens.")] = "192,512,1024",
     chat_share: Annotated[float, typer.Option(min=0, max=1, help="Share of pieces rendered in chat templates.")] = 0.15,
@@ -155,13 +162,19 @@ def distill(
     source: Source = None,
     target: Target = None,
     text: Texts = None,
-    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after so long. Default: 10.", show_default=False)] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Stop after so long. Default: 10.", show_default=False)
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.", show_default=False)] = None,
     learning_rate: Annotated[float, typer.Option(min=0, help="Of AdamW, after warm-up.")] = 1e-4,
     batch: Annotated[int, typer.Option(min=1, help="Hand-overs in a step.")] = 8,
-    context: Annotated[str, typer.Option(help="Context lengths to draw from, in target tokens.")] = "64,128,192,256,384,512",
+    context: Annotated[
+        str, typer.Option(help="Context lengths to draw from, in target tokens.")
+    ] = "64,128,192,256,384,512",
     continuation: Annotated[int, typer.Option(min=1, help="Tokens after each hand-over.")] = 96,
-    chat_share: Annotated[float, typer.Option(min=0, max=1, help="Share of hand-overs rendered in chat templates.")] = 0.15,
+    chat_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of hand-overs rendered in chat templates.")
+    ] = 0.15,
     control: Annotated[Control | None, typer.Option(help="Distil a control instead.", show_default=False)] = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -209,7 +222,9 @@ def evaluate(
     tail: Tail = 1,
     native_layers: NativeLayers = 0,
     passkeys: Annotated[int, typer.Option(min=0, help="Codes to hide in the context and ask for.")] = 24,
-    keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Write the report into the translator's folder.")] = True,
+    keep: Annotated[
+        bool, typer.Option("--keep/--no-keep", help="Write the report into the translator's folder.")
+    ] = True,
     dtype: Dtype = None,
     device: Device = None,
     seed: int = 0,
@@ -254,11 +269,15 @@ def handoff(
     sink: Sink = 1,
     tail: Tail = 1,
     native_layers: NativeLayers = 0,
-    no_text: Annotated[bool, typer.Option("--no-text", help="Give the target a cache and no text; not anonymous.")] = False,
+    no_text: Annotated[
+        bool, typer.Option("--no-text", help="Give the target a cache and no text; not anonymous.")
+    ] = False,
     following: Annotated[str, typer.Option("--next", help="With --no-text: what the target reads first.")] = "\n",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to go on for.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this probability.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this probability.")
+    ] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="Runs to take the times' medians of.")] = 3,
     dtype: Dtype = None,
     device: Device = None,
@@ -287,7 +306,9 @@ def handoff(
 
 @app.command()
 def info(
-    what: Annotated[str, typer.Argument(metavar="SOURCE|DIR", help="A model, or a saved translator.", show_default=False)],
+    what: Annotated[
+        str, typer.Argument(metavar="SOURCE|DIR", help="A model, or a saved translator.", show_default=False)
+    ],
     target: Annotated[str | None, typer.Argument(help="The target model.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -311,7 +332,8 @@ def demo(
         float | None, typer.Option(min=0, help="Minutes of distilling a direction.", show_default=False)
     ] = None,
     cache_dir: Annotated[
-        Path | None, typer.Option(help="Where models are kept. Default: $KVLINGO_CACHE or ~/.cache/kvlingo.", show_default=False)
+        Path | None,
+        typer.Option(help="Where models are kept. Default: $KVLINGO_CACHE or ~/.cache/kvlingo.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

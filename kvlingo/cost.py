@@ -32,7 +32,7 @@ class TargetCost:
 def pass_flops(target: TargetCost, tokens: int, *, after: int = 0) -> float:
     """Return the FLOPs of the target reading `tokens` tokens after `after` cached ones.
 
-        2 · weights · tokens + Σ_layers 4 · query width · (query, key) pairs
+    2 · weights · tokens + Σ_layers 4 · query width · (query, key) pairs
     """
     counted = max(tokens, SHORT_PASS_TOKENS)
     attention = sum(
@@ -64,9 +64,7 @@ def handoff_flops(
     return mapped + pass_flops(target, sink) + pass_flops(target, tail, after=max(tokens - tail, 0))
 
 
-def break_even_tokens(
-    target: TargetCost, map_weights: Sequence[int], *, sink: int = 1, tail: int = 1
-) -> int | None:
+def break_even_tokens(target: TargetCost, map_weights: Sequence[int], *, sink: int = 1, tail: int = 1) -> int | None:
     """Return the shortest context from which a hand-over costs less than a re-prefill; None if there is none."""
 
     def pays(tokens: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -39,7 +39,7 @@ from kvlingo.fitting import (
     text_free,
 )
 from kvlingo.generation import generate
-from kvlingo.handoff import Conversation, HandOff, ModelState, hand_off, read_native
+from kvlingo.handoff import HandOff, ModelState, hand_off, read_native
 from kvlingo.manifest import Manifest, StorageType
 from kvlingo.models import LanguageModel, Outline, load_model, outline, prefill, quiet_loading
 from kvlingo.plots import draw_curve
@@ -135,7 +135,9 @@ def fit_pair(
         source, target = load_pair(source_name, target_name, where)
         options = FitOptions(**changes)
         if auto_map:
-            options = replace(options, **choose_map(source.geometry, target.geometry, count_weights(source), count_weights(target)))
+            options = replace(
+                options, **choose_map(source.geometry, target.geometry, count_weights(source), count_weights(target))
+            )
         config = base_config(source, target, options)
         tell(size_line(text_free(config) if no_text else config, storage))
         apart = reserve(documents, share=options.held_out_share, seed=options.seed)
@@ -200,7 +202,11 @@ def fitted_alike(
 
 
 def judge_fit(
-    fitted: Fit, translator: Translator, controls: Mapping[str, Translator], source: LanguageModel, target: LanguageModel
+    fitted: Fit,
+    translator: Translator,
+    controls: Mapping[str, Translator],
+    source: LanguageModel,
+    target: LanguageModel,
 ) -> dict[str, Any]:
     """Let the target judge: KL on held-out hand-overs, and what its own queries read from the translated cache."""
     judged = held_out_examples(fitted.held_out_documents, source, target, fitted.options)
@@ -218,7 +224,8 @@ def size_line(config: TranslatorConfig, storage: str) -> str:
     """Say how large the artifact will be before any work is done."""
     weights = size_of(config, "int8")
     kind = f"{config.map_kind} maps" + (" with MLP residual" if config.residual_width else "")
-    return f"{kind} of {weights / 1e6:.1f} M weights: the translator will take {weights * BYTES[storage] / 1e6:.1f} MB as {storage}"
+    megabytes = weights * BYTES[storage] / 1e6
+    return f"{kind} of {weights / 1e6:.1f} M weights: the translator will take {megabytes:.1f} MB as {storage}"
 
 
 def fit_lines(found: Mapping[str, Any], out: Path, num_bytes: int) -> Iterator[str]:
@@ -429,9 +436,7 @@ def hand_off_file(
         pieces.append(piece)
         write(piece)
     write("\n")
-    times = time_to_first_token(
-        conversation, source, target, translator, source_state=state, repeats=repeats, **dial
-    )
+    times = time_to_first_token(conversation, source, target, translator, source_state=state, repeats=repeats, **dial)
     for line in handoff_lines(handed, times):
         say(line)
     return {
@@ -463,9 +468,7 @@ def read_on(target: LanguageModel, handed: HandOff, text: str) -> HandOff:
         raise BadInput("without the text the target needs something new to read; give --next TEXT")
     done = prefill(target, target.ids(ids), cache=handed.state.cache)
     reading = read_more(target.tokenizer, handed.state.reading, ids)
-    return replace(
-        handed, state=ModelState(reading, done.cache, handed.state.spans), logits=done.logits[-1]
-    )
+    return replace(handed, state=ModelState(reading, done.cache, handed.state.spans), logits=done.logits[-1])
 
 
 def handoff_lines(handed: HandOff, times: FirstToken) -> Iterator[str]:
@@ -493,7 +496,8 @@ def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
         FitOptions(key_norm=False),
         **choose_map(source.geometry, target.geometry, source.total_weights, target.total_weights),
     )
-    config = base_config(source, target, options)
+    # Without key norms, nothing but the two geometries is read here.
+    config = base_config(cast("LanguageModel", source), cast("LanguageModel", target), options)
     cost = TargetCost(target.layer_weights, target.query_widths, [x.window for x in target.geometry.layers])
     maps = map_weights(config)
     return {
@@ -503,7 +507,10 @@ def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
         "tokenizers": str(tokenizer_relation(source.tokenizer, target.tokenizer)),
         "map_auto": {"kind": options.map_kind, "residual_width": options.residual_width},
         "num_bytes": {
-            kind: {s: size_of(replace(config, map_kind=kind, rank=options.rank if kind == "lowrank" else 0), s) for s in BYTES}
+            kind: {
+                s: size_of(replace(config, map_kind=kind, rank=options.rank if kind == "lowrank" else 0), s)
+                for s in BYTES
+            }
             for kind in MAP_KINDS
         },
         "break_even_tokens": break_even_tokens(cost, maps),
@@ -548,5 +555,3 @@ def describe_folder(folder: Path) -> dict[str, Any]:
     manifest["options"]["num_texts"] = {name: len(found) for name, found in texts.items()}
     present = [name for name in ("token_only", "no_text") if (folder / "controls" / name).is_dir()]
     return {"folder": str(folder), **manifest, "controls": present}
-
-

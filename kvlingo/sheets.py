@@ -1,11 +1,11 @@
-"""What `kvlingo info` shows: facts as short tables on the screen.
+"""What `kvlingo info` and `kvlingo demo` show: facts as short tables on the screen.
 
-Knows rich and the plain values that `jobs` returns; computes nothing.
+Knows rich and the plain values that `jobs` and `demo` return; computes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -42,7 +42,9 @@ def print_pair(facts: Mapping[str, Any], console: Console) -> None:
         costs.add_row(tokens, f"{gflops['handoff']:,.1f}", f"{gflops['reprefill']:,.1f}")
     console.print(costs)
     tokens = facts["break_even_tokens"]
-    pays = "a hand-over never costs less" if tokens is None else f"a hand-over costs less from about {tokens:,} tokens on"
+    pays = (
+        "a hand-over never costs less" if tokens is None else f"a hand-over costs less from about {tokens:,} tokens on"
+    )
     say(console, f"by arithmetic alone, {pays}; `kvlingo handoff` measures it")
 
 
@@ -50,7 +52,11 @@ def layer_lines(layers: list[dict[str, Any]]) -> Iterator[str]:
     """Return runs of equal layers as lines."""
     for shape, run in groupby(layers):
         window = "" if shape["window"] is None else f", window {shape['window']}"
-        dims = f"{shape['key_dim']}" if shape["key_dim"] == shape["value_dim"] else f"{shape['key_dim']}/{shape['value_dim']}"
+        dims = (
+            f"{shape['key_dim']}"
+            if shape["key_dim"] == shape["value_dim"]
+            else f"{shape['key_dim']}/{shape['value_dim']}"
+        )
         yield f"{len(list(run))} × {shape['kv_heads']} heads of {dims}{window}"
 
 
@@ -58,7 +64,10 @@ def print_folder(facts: Mapping[str, Any], console: Console) -> None:
     """Print what a saved translator is, and how it was judged."""
     say(console, f"{facts['source']['name']} → {facts['target']['name']}, format {facts['format_version']}")
     weights, options = facts["weights"], facts["options"]
-    say(console, f"{weights['num_bytes'] / 1e6:.1f} MB as {weights['dtype']}, made by kvlingo {facts['kvlingo_version']}")
+    say(
+        console,
+        f"{weights['num_bytes'] / 1e6:.1f} MB as {weights['dtype']}, made by kvlingo {facts['kvlingo_version']}",
+    )
     for name in ("fit", "distill"):
         if name in options:
             shown = ", ".join(f"{k} {v}" for k, v in options[name].items())
@@ -83,6 +92,27 @@ def empty(*headers: str) -> Table:
     return table
 
 
-def say(console: Console, line: str) -> None:
+def say(console: Console, line: str, style: str | None = None) -> None:
     """Print one line as it is."""
-    console.print(escape(line), highlight=False, soft_wrap=True)
+    console.print(escape(line), style=style, highlight=False, soft_wrap=True)
+
+
+# --- the demo --------------------------------------------------------------------------------------------------------
+
+
+def print_conversation(turns: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print who said what, and from which cache."""
+    for turn in turns:
+        how = "read the text" if turn["plan_text"] is None else f"was handed the cache: {turn['plan_text']}"
+        say(console, f"{turn['model']} {how}", style="dim")
+        say(console, f"  asked: {turn['question'].splitlines()[-1]}")
+        say(console, f"  says:  {' '.join(turn['answer'].split())}", style="bold")
+
+
+def print_times(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print the time to the first token by a hand-over and by a re-prefill."""
+    table = empty("time to first token", "tokens", "hand-over, ms", "re-prefill, ms", "ratio")
+    for row in rows:
+        times = f"{row['handoff_ms']:,.0f}", f"{row['reprefill_ms']:,.0f}", f"{row['ratio']:.1f} ×"
+        table.add_row(row["pair"], f"{row['tokens']:,}", *times)
+    console.print(table)

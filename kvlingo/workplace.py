@@ -163,7 +163,10 @@ def save_distilled(folder: Path, translator: Translator, manifest: Manifest) -> 
 
 def remember_models(folder: Path, source: str, target: str) -> None:
     """Note where the models were loaded from; the artifact itself names no path."""
-    found = {side: str(Path(name).resolve()) if Path(name).exists() else name for side, name in (("source", source), ("target", target))}
+    found = {
+        side: str(Path(name).resolve()) if Path(name).exists() else name
+        for side, name in (("source", source), ("target", target))
+    }
     write_file(folder / "work" / "models.json", json.dumps(found).encode())
 
 
