@@ -150,7 +150,8 @@ def read_cache(
 def write_cache(kv: KV, rotary: Rotary, geometry: Geometry, config: Any) -> DynamicCache:
     """Make a cache ready for the model's next token from a `KV` of its first `kv.tokens` tokens.
 
-    Sliding layers get only their window. Keeps the graph, so that distillation can differentiate through it.
+    Sliding layers get only their window, and keep what comes after it: the model's own words stay readable when it hands
+    over in its turn. Keeps the graph, so that distillation can differentiate through it.
     """
     cache = native_cache(config)
     for index, (layer, shape) in enumerate(zip(cache.layers, geometry.layers, strict=True)):
@@ -162,6 +163,8 @@ def write_cache(kv: KV, rotary: Rotary, geometry: Geometry, config: Any) -> Dyna
         count = kv.tokens - first
         if count == 0:
             continue
+        if shape.window is not None and hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
         positions = torch.arange(first, kv.tokens, device=kv.keys[index].device)
         keys = rotary.rotate(kv.keys[index][:, :, -count:], index, positions)
         layer.update(keys, kv.values[index][:, :, -count:])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from kvlingo.cache import KV, flatten_heads, split_heads
 from kvlingo.corpus import Example, examples, require_examples
 from kvlingo.handoff import assemble, continuation_logits, target_cache
 from kvlingo.metrics import ArmScores, DocumentScores, kl_nats, nll_nats, top1_agreement
-from kvlingo.models import LanguageModel, prefill, read
+from kvlingo.models import LanguageModel, native_layers, prefill, read
 from kvlingo.plan import HandoffPlan, plan_handoff
 from kvlingo.report import Report, environment_card
 from kvlingo.texts import Document
@@ -84,10 +84,10 @@ def evaluate(
     """
     options, controls = options or EvaluationOptions(), controls or Controls()
     chosen = choose_examples(documents, source, target, options)
+    arms = Arms(source, target, translator, controls, options)
     scored = []
     for number, example in enumerate(chosen):
-        other = wrong_document(chosen, number)
-        scored.append(score_example(source, target, translator, controls, example, other, options))
+        scored.append(score_example(arms, example, wrong_document(chosen, number)))
         if progress is not None:
             progress("scoring held-out text", number + 1, len(chosen))
     plan = plan_of(chosen[0], options)
@@ -97,7 +97,7 @@ def evaluate(
         plan={**asdict(options), "first_document": plan.to_json()},
         environment=environment_card(),
         attention=attention_cosine(source, target, translator, chosen, options),
-        passkey=passkey_recall(source, target, translator, controls, documents, options),
+        passkey=passkey_recall(arms, documents),
         seed=options.seed,
     )
 
@@ -168,24 +168,82 @@ def plan_of(example: Example, options: EvaluationOptions) -> HandoffPlan:
 # --- arms ------------------------------------------------------------------------------------------------------------
 
 
-def score_example(
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    controls: Controls,
-    example: Example,
-    other: Example | None,
-    options: EvaluationOptions,
-) -> DocumentScores:
+class Arms:
+    """Every arm that reads a translated or cut cache, ready to be asked about one example after the other."""
+
+    def __init__(
+        self,
+        source: LanguageModel,
+        target: LanguageModel,
+        translator: Translator,
+        controls: Controls,
+        options: EvaluationOptions,
+    ) -> None:
+        self.source, self.target, self.options, self.translator = source, target, options, translator
+        given = {"no_text": controls.no_text, "token_only": controls.token_only, **controls.others}
+        self.translators = {"translated": translator} | {name: t for name, t in given.items() if t is not None}
+        self.random_one = randomised(translator, options.seed)
+
+    def native(self, example: Example) -> Tensor:
+        """Return what the target predicts from its own cache: [continuation, vocabulary]."""
+        ids, follow = self.target.ids(example.target.ids), self.target.ids(example.continuation)
+        return continuation_logits(self.target, None, ids, follow)
+
+    def logits(
+        self, example: Example, other: Example | None, only: Collection[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield each arm's predictions [continuation, vocabulary] but native's and the source's own.
+
+        Args:
+            other: an example of another document, for `wrong_document`; that arm is left out without one.
+            only: the arms asked for; all by default.
+        """
+        target, plan = self.target, plan_of(example, self.options)
+        start, stop = plan.translated
+        ids, follow = target.ids(example.target.ids), target.ids(example.continuation)
+        sinks = read(target, ids[:start]) if start else None
+        source_kv = read(self.source, self.source.ids(example.source.ids))
+        # Layer 0 is exact for every arm that knows the text: computed once.
+        exact = max(plan.native_layers, *(t.config.first_layer for t in self.translators.values()))
+        first_layers = native_layers(target, ids[:stop], exact) if exact and stop > start else None
+
+        def asked(name: str) -> bool:
+            return only is None or name in only
+
+        def translate(by: Translator, kv: KV | None, alignment: Tensor) -> KV:
+            kv = kv if by.config.reads_source else None
+            return assemble(plan, target, by, kv, alignment, ids, prefix=sinks, first_layers=first_layers)
+
+        def go_on(kv: KV | None) -> Tensor:
+            return continuation_logits(target, kv, ids[stop:], follow)
+
+        for name, by in self.translators.items():
+            if asked(name):
+                yield name, go_on(translate(by, source_kv, example.alignment))
+        if asked("tail_only"):
+            yield "tail_only", go_on(sinks)
+        if asked("no_context"):
+            # With no context at all, the prediction of the first scored token is made from the last sink.
+            yield "no_context", continuation_logits(target, None, ids[: max(start, 1)], follow)
+        if asked("wrong_document") and other is not None:
+            wrong_kv = read(self.source, self.source.ids(other.source.ids))
+            wrong = example.alignment.clamp(max=wrong_kv.tokens - 1)
+            yield "wrong_document", go_on(translate(self.translator, wrong_kv, wrong))
+        if asked("random_map"):
+            noise = translate(self.random_one, source_kv, example.alignment)
+            like = translate(self.translator, source_kv, example.alignment)
+            yield "random_map", go_on(with_moments_of(noise, like, start))
+
+
+def score_example(arms: Arms, example: Example, other: Example | None) -> DocumentScores:
     """Score every arm on one example; native's logits are computed once and every arm is judged against them."""
-    follow = target.ids(example.continuation)
-    native = continuation_logits(target, None, target.ids(example.target.ids), follow)
-    arms = {"native": judge(native, native, follow)}
-    for name, logits in arm_logits(source, target, translator, controls, example, other, options):
-        arms[name] = judge(native, logits, follow)
+    follow, native = arms.target.ids(example.continuation), arms.native(example)
+    scores = {"native": judge(native, native, follow)}
+    for name, logits in arms.logits(example, other):
+        scores[name] = judge(native, logits, follow)
+    scores["source_alone"] = source_alone(arms.source, example)
     num_bytes = len(example.continuation_text.encode())
-    arms["source_alone"] = source_alone(source, example)
-    return DocumentScores(example.cluster, example.kind, num_bytes, arms)
+    return DocumentScores(example.cluster, example.kind, num_bytes, scores)
 
 
 def judge(native: Tensor, logits: Tensor, follow: Tensor) -> ArmScores:
@@ -195,43 +253,6 @@ def judge(native: Tensor, logits: Tensor, follow: Tensor) -> ArmScores:
         kl_nats=kl_nats(native, logits).cpu(),
         top1=top1_agreement(native, logits).cpu(),
     )
-
-
-def arm_logits(
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    controls: Controls,
-    example: Example,
-    other: Example | None,
-    options: EvaluationOptions,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield each arm's predictions [continuation, vocabulary] but native's and the source's own."""
-    plan = plan_of(example, options)
-    start, stop = plan.translated
-    ids, follow = target.ids(example.target.ids), target.ids(example.continuation)
-    tail = ids[stop:]
-    sinks = read(target, ids[:start]) if start else None
-    source_kv = read(source, source.ids(example.source.ids))
-
-    def translate(by: Translator, kv: KV | None, alignment: Tensor) -> KV:
-        return assemble(plan, target, by, kv, alignment, ids, prefix=sinks)
-
-    translated = translate(translator, source_kv if translator.config.reads_source else None, example.alignment)
-    yield "translated", continuation_logits(target, translated, tail, follow)
-    for name, control in (("no_text", controls.no_text), ("token_only", controls.token_only), *controls.others.items()):
-        if control is not None:
-            kv = translate(control, source_kv if control.config.reads_source else None, example.alignment)
-            yield name, continuation_logits(target, kv, tail, follow)
-    yield "tail_only", continuation_logits(target, sinks, tail, follow)
-    # With no context at all, the prediction of the first scored token is made from the last sink.
-    yield "no_context", continuation_logits(target, None, ids[: max(start, 1)], follow)
-    if other is not None:
-        wrong_kv = read(source, source.ids(other.source.ids))
-        wrong = example.alignment.clamp(max=wrong_kv.tokens - 1)
-        yield "wrong_document", continuation_logits(target, translate(translator, wrong_kv, wrong), tail, follow)
-    noise = translate(randomised(translator, options.seed), source_kv, example.alignment)
-    yield "random_map", continuation_logits(target, with_moments_of(noise, translated, start), tail, follow)
 
 
 def randomised(translator: Translator, seed: int) -> Translator:
@@ -312,28 +333,16 @@ def passkey_example(text: str, answer: str, source: LanguageModel, target: Langu
     )
 
 
-def passkey_recall(
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    controls: Controls,
-    documents: Sequence[Document],
-    options: EvaluationOptions,
-) -> dict[str, Any] | None:
+def passkey_recall(arms: Arms, documents: Sequence[Document]) -> dict[str, Any] | None:
     """Return each arm's share of codes recalled, every token of a code right by greedy choice."""
-    asked = passkey_examples(documents, source, target, options)
+    asked = passkey_examples(documents, arms.source, arms.target, arms.options)
     if not asked:
         return None
-    wanted = ("translated", "no_text", "token_only", "tail_only")
+    wanted = {*arms.translators, "tail_only"}
     right: dict[str, list[float]] = {}
     for example in asked:
-        follow = target.ids(example.continuation)
-        native = continuation_logits(target, None, target.ids(example.target.ids), follow)
-        answers = {"native": native}
-        answers |= {
-            n: x for n, x in arm_logits(source, target, translator, controls, example, None, options) if n in wanted
-        }
-        for name, logits in answers.items():
+        follow = arms.target.ids(example.continuation)
+        for name, logits in (("native", arms.native(example)), *arms.logits(example, None, wanted)):
             right.setdefault(name, []).append(float(bool((logits.argmax(-1) == follow).all())))
     return {name: sum(values) / len(values) for name, values in right.items()} | {"codes": len(asked)}
 

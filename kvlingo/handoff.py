@@ -216,7 +216,7 @@ def hand_off(
     rest = ids[cache.get_seq_length() if cache is not None else 0 :]
     logits = None
     if len(rest):
-        done = prefill(target, rest, cache=cache)
+        done = prefill(target, rest, cache=cache, full_length=True)
         cache, logits = done.cache, done.logits[-1]
     finished = time.perf_counter()
     timings = {

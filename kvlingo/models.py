@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from kvlingo.cache import KV, full_cache, native_cache, read_cache
-from kvlingo.errors import BadInput, MissingExtra, UnsupportedModel
+from kvlingo.errors import BadInput, KVLingoError, MissingExtra, UnsupportedModel
 from kvlingo.geometry import Geometry, LayerGeometry, LayerRope
 from kvlingo.rope import Rotary, one_per_plane
 
@@ -271,11 +271,13 @@ def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype
 
 @contextmanager
 def _clear_load_errors(name: str) -> Iterator[None]:
-    """Turn transformers' many-line loading errors into one line that says what to do."""
+    """Turn the many-line errors of transformers and of the files' parsers into one line that says what to do."""
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:240]
+    except KVLingoError:
+        raise
+    except Exception as error:  # damaged files make their parsers raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:240]
         folder = Path(name)
         if folder.is_dir() and not (folder / "config.json").exists():
             raise BadInput(

@@ -36,7 +36,13 @@ def draw_curve(curve: dict[str, Any], file: Path, *, title: str) -> None:
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(curve["steps"], curve["loss_nats"], color=LOSS_COLOUR, linewidth=1, label="training loss (KL + λ · CE), each step")
+    axes.plot(
+        curve["steps"],
+        curve["loss_nats"],
+        color=LOSS_COLOUR,
+        linewidth=1,
+        label="training loss (KL + λ · CE), each step",
+    )
     smooth = running_mean(curve["loss_nats"])
     if len(smooth) > 1:
         axes.plot(curve["steps"], smooth, color="#2f5d8a", linewidth=1.6, label="training loss, running mean")
