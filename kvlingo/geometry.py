@@ -1,6 +1,6 @@
 """What a model's key-value cache looks like, layer by layer.
 
-Knows shapes, windows and rotary layouts as plain values. Does not know how they are found: `models.probe_geometry` reads
+Knows shapes, windows and rotary layouts as plain values. Does not know how they are found: `probing.probe_geometry` reads
 them off a real prefill, so nothing here is computed from config names.
 """
 
