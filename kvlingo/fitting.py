@@ -229,12 +229,15 @@ class Collector:
         )
 
     def blocks(self, example: Example) -> dict[str, Tensor]:
-        """Run both models over one example; return features and outputs of its ordinary tokens (sinks left out)."""
+        """Run both models over one example; return features and outputs of its ordinary tokens.
+
+        Sinks are left out, and so is what the source has not read (the target's generation prompt): both are recomputed.
+        """
         source_kv = read(self.source, self.source.ids(example.source.ids))
         ids = self.target.ids(example.target.ids)
         target_kv = read(self.target, ids)
-        start = max(1, example.at_source_start)
-        alignment = example.alignment[start:]
+        start, stop = max(1, example.at_source_start), int((example.alignment >= 0).sum())
+        alignment = example.alignment[start:stop]
         found = feature_blocks(
             self.features,
             source=source_kv,
@@ -243,7 +246,8 @@ class Collector:
             start=start,
         )
         for layer in range(len(self.config.target)):
-            found[f"target/{layer}"] = outputs_of(target_kv, layer, self.target.key_norms[layer], self.config)[start:]
+            outputs = outputs_of(target_kv, layer, self.target.key_norms[layer], self.config)
+            found[f"target/{layer}"] = outputs[start : max(start, stop)]
         return found
 
 
