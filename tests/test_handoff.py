@@ -1,0 +1,373 @@
+"""Hand-overs of conversations: there and back, regenerated, edited, slid, without text, and when it can't be done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import kvlingo.handoff as handoff_module
+from kvlingo.errors import BadInput, IncompatiblePair, UnsupportedCache
+from kvlingo.generation import grown
+from kvlingo.handoff import HandOff, ModelState, common_prefix, hand_off, read_native
+from kvlingo.models import LanguageModel, prefill
+from kvlingo.plan import Provenance, SpanKind, reprefill_plan
+from kvlingo.translator import Translator, TranslatorConfig, identity_translator
+from tests import tiny
+
+EXACT = 1e-8  # float64
+N, R, T = SpanKind.NATIVE, SpanKind.RECOMPUTED, SpanKind.TRANSLATED
+FIRST = tiny.text_of_tokens(30)
+REPLY = " answer to that"
+REPLY_TOKENS = len(REPLY)
+WHOLE = FIRST + REPLY
+
+
+@pytest.fixture(params=["llama", "gemma3"])
+def lm(request: pytest.FixtureRequest) -> LanguageModel:
+    return tiny.language_model(request.param)
+
+
+def identity(lm: LanguageModel) -> Translator:
+    return identity_translator(lm.geometry, torch.float64)
+
+
+def kinds(done: HandOff) -> list[tuple[SpanKind, int, int]]:
+    return [(s.kind, s.start, s.stop) for s in done.plan.spans]
+
+
+def assert_cold(lm: LanguageModel, done: HandOff) -> None:
+    """The next token's logits are those of the model reading everything itself."""
+    assert done.logits is not None
+    assert done.state.cache.get_seq_length() == len(done.state.reading)
+    cold = tiny.cold_logits(lm, lm.ids(done.state.reading.ids))[-1]
+    torch.testing.assert_close(done.logits, cold, atol=EXACT, rtol=0)
+
+
+def says(lm: LanguageModel, state: ModelState, text: str) -> ModelState:
+    """Return the state of a model that has said `text` and holds it."""
+    ids = lm.tokenizer(text, add_special_tokens=False)["input_ids"]
+    prefill(lm, lm.ids(ids), cache=state.cache)
+    return grown(lm, state, ids)
+
+
+def slid(lm: LanguageModel, text: str) -> ModelState:
+    """Return a state as the model makes it by itself: sliding layers hold their window only."""
+    state = read_native(text, lm)
+    return replace(state, cache=prefill(lm, lm.ids(state.reading.ids)).cache)
+
+
+def spoil(state: ModelState, tokens: int) -> None:
+    """Overwrite what a full-length cache holds of the first tokens, so that reading them shows."""
+    for layer in state.cache.layers:
+        held = layer.keys.shape[2]
+        first = max(0, tokens - (state.cache.get_seq_length() - held))
+        layer.keys[:, :, :first] = float("nan")
+        layer.values[:, :, :first] = float("nan")
+
+
+# --- there and back --------------------------------------------------------------------------------------------------
+
+
+def test_there_and_back(lm: LanguageModel) -> None:
+    """Each side keeps what it read itself; only what it missed is translated."""
+    a = read_native(FIRST, lm)
+    there = hand_off(FIRST, lm, lm, identity(lm), source_state=a)
+    assert kinds(there) == [(R, 0, 1), (T, 1, 29), (R, 29, 30)]
+    assert_cold(lm, there)
+    b = says(lm, there.state, REPLY)
+    assert b.translated_until == 29
+    assert b.spans[-1].provenance is Provenance.OWN
+    assert b.spans[-1].reason == "generated"
+    back = hand_off(WHOLE, lm, lm, identity(lm), source_state=b, target_state=a)
+    total = 30 + REPLY_TOKENS
+    assert kinds(back) == [(N, 0, 30), (T, 30, total - 1), (R, total - 1, total)]
+    assert back.plan.fallback is None
+    assert_cold(lm, back)
+
+
+def test_a_translation_is_never_translated_again(lm: LanguageModel) -> None:
+    there = hand_off(FIRST, lm, lm, identity(lm))
+    b = says(lm, there.state, REPLY)
+    spoil(b, b.translated_until)
+    back = hand_off(WHOLE, lm, lm, identity(lm), source_state=b)
+    assert back.plan.fallback is None
+    assert kinds(back)[:2] == [(R, 0, 29), (T, 29, 29 + REPLY_TOKENS)]
+    assert "only a translation" in back.plan.spans[0].reason
+    assert_cold(lm, back)
+
+
+def test_the_spoiled_cache_shows_when_it_is_read(lm: LanguageModel) -> None:
+    state = read_native(FIRST, lm)
+    spoil(state, 5)
+    done = hand_off(FIRST, lm, lm, identity(lm), source_state=state)
+    assert done.logits is not None
+    first_full = next(i for i, layer in enumerate(lm.geometry.layers) if layer.window is None)
+    assert bool(done.state.cache.layers[first_full].keys.isnan().any())
+
+
+def test_the_source_s_words_after_the_prompt_are_translated(lm: LanguageModel) -> None:
+    state = says(lm, read_native(FIRST, lm), REPLY)
+    assert state.spans[-1].provenance is Provenance.EXACT
+    done = hand_off(WHOLE, lm, lm, identity(lm), source_state=state)
+    assert done.plan.translated == (1, 29 + REPLY_TOKENS)
+    assert_cold(lm, done)
+
+
+def test_what_the_source_has_not_read_is_read_by_the_target(lm: LanguageModel) -> None:
+    done = hand_off(WHOLE, lm, lm, identity(lm), source_state=read_native(FIRST, lm))
+    assert kinds(done) == [(R, 0, 1), (T, 1, 30), (R, 30, 30 + REPLY_TOKENS)]
+    assert_cold(lm, done)
+
+
+# --- the target has been here before ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("held", [-1, 0, 1, 9])
+def test_regenerating_and_editing_shorter_leave_a_token_to_read(lm: LanguageModel, held: int) -> None:
+    """The target's earlier cache is a token short, just as long, longer, much longer than the conversation."""
+    before = read_native(tiny.text(60)[: 29 + held], lm)
+    assert before.cache.get_seq_length() == 30 + held
+    done = hand_off(tiny.text(60)[:29], lm, lm, identity(lm), target_state=before)
+    assert kinds(done) == [(N, 0, 29), (R, 29, 30)]
+    assert_cold(lm, done)
+
+
+def test_editing_the_history_keeps_what_is_still_the_same(lm: LanguageModel) -> None:
+    before = read_native(FIRST, lm)
+    edited = FIRST[:14] + "#" + FIRST[15:] + REPLY
+    done = hand_off(edited, lm, lm, identity(lm), target_state=before)
+    total = 30 + REPLY_TOKENS
+    assert kinds(done) == [(N, 0, 15), (T, 15, total - 1), (R, total - 1, total)]
+    assert_cold(lm, done)
+    assert before.cache.get_seq_length() == 30
+
+
+def test_a_slid_target_cache_is_gone_on_from_at_its_end() -> None:
+    lm = tiny.language_model("gemma3")
+    done = hand_off(WHOLE, lm, lm, identity(lm), target_state=slid(lm, FIRST))
+    assert done.plan.fallback is None
+    assert kinds(done)[0] == (N, 0, 30)
+    assert_cold(lm, done)
+
+
+def test_a_slid_target_cache_cut_short_is_read_again() -> None:
+    lm = tiny.language_model("gemma3")
+    edited = FIRST[:14] + "#" + FIRST[15:]
+    done = hand_off(edited, lm, lm, identity(lm), target_state=slid(lm, FIRST))
+    assert done.plan.fallback is not None
+    assert "slid out of its window" in done.plan.fallback
+    assert kinds(done) == [(R, 0, 30)]
+    assert_cold(lm, done)
+
+
+def test_few_native_tokens_are_extended_to_the_sinks(lm: LanguageModel) -> None:
+    done = hand_off(FIRST, lm, lm, identity(lm), sink=6, target_state=read_native(FIRST[:2], lm))
+    assert kinds(done)[:2] == [(N, 0, 3), (R, 3, 6)]
+    assert_cold(lm, done)
+
+
+def test_common_prefixes() -> None:
+    lm = tiny.language_model("llama")
+    whole = read_native(WHOLE, lm).reading
+    assert common_prefix(None, whole) == 0
+    assert common_prefix(read_native(FIRST, lm), whole) == 30
+    assert common_prefix(read_native(WHOLE, lm), whole) == len(whole) - 1
+    assert common_prefix(read_native("x" + FIRST, lm), whole) == 1
+    translated = hand_off(FIRST, lm, lm, identity(lm)).state
+    assert common_prefix(translated, whole) == 1  # its sink alone is exact
+
+
+# --- the dial --------------------------------------------------------------------------------------------------------
+
+
+def test_the_dial(lm: LanguageModel) -> None:
+    for options in ({"sink": 4}, {"tail": 12}, {"native_layers": 2}, {"sink": 3, "tail": 3, "native_layers": 3}):
+        done = hand_off(FIRST, lm, lm, identity(lm), **options)
+        assert done.plan.fallback is None
+        assert done.plan.native_layers == options.get("native_layers", 0)
+        assert_cold(lm, done)
+
+
+def test_all_recomputed_is_a_reprefill_that_says_so(lm: LanguageModel) -> None:
+    done = hand_off(FIRST, lm, lm, identity(lm), tail=100)
+    assert done.plan.fallback is not None
+    assert done.plan.count(T) == 0
+    assert_cold(lm, done)
+
+
+def test_one_token_and_two(lm: LanguageModel) -> None:
+    for text in ("a", "ab"):
+        done = hand_off(text, lm, lm, identity(lm))
+        assert_cold(lm, done)
+
+
+def test_times_are_told(lm: LanguageModel) -> None:
+    done = hand_off(FIRST, lm, lm, identity(lm))
+    assert set(done.timings_ms) == {"source_prefill", "translate", "tail"}
+    assert all(ms >= 0 for ms in done.timings_ms.values())
+
+
+# --- without text ----------------------------------------------------------------------------------------------------
+
+
+def test_without_text_the_target_starts_at_the_next_new_token(lm: LanguageModel) -> None:
+    done = hand_off(FIRST, lm, lm, identity(lm), no_text=True, tail=5)
+    assert kinds(done) == [(R, 0, 1), (T, 1, 30)]
+    assert done.logits is None
+    assert done.state.cache.get_seq_length() == 30
+    new = lm.ids(lm.tokenizer(REPLY, add_special_tokens=False)["input_ids"])
+    got = prefill(lm, new, cache=done.state.cache).logits[-1]
+    cold = tiny.cold_logits(lm, torch.cat((lm.ids(done.state.reading.ids), new)))[-1]
+    torch.testing.assert_close(got, cold, atol=EXACT, rtol=0)
+
+
+def test_without_text_nothing_falls_back_on_reading_it() -> None:
+    lm = tiny.language_model("gemma3")
+    with pytest.raises(UnsupportedCache, match="without its text"):
+        hand_off(FIRST, lm, lm, identity(lm), no_text=True, source_state=slid(lm, FIRST))
+    with pytest.raises(UnsupportedCache, match="without its text"):
+        hand_off(FIRST, lm, lm, identity(lm), no_text=True, sink=100)
+    twice = says(lm, hand_off(FIRST, lm, lm, identity(lm)).state, REPLY)
+    with pytest.raises(UnsupportedCache, match="without its text"):
+        hand_off(WHOLE, lm, lm, identity(lm), no_text=True, source_state=twice)
+
+
+def test_a_translator_that_reads_the_text_needs_it(lm: LanguageModel) -> None:
+    reader = Translator(TranslatorConfig(lm.geometry, lm.geometry, ((0,),) * len(lm.geometry))).double()
+    with pytest.raises(BadInput, match="--no-text"):
+        hand_off(FIRST, lm, lm, reader, no_text=True)
+
+
+# --- re-prefill, always with its reason ------------------------------------------------------------------------------
+
+
+def test_a_slid_source_cache_is_reprefilled() -> None:
+    lm = tiny.language_model("gemma3")
+    done = hand_off(FIRST, lm, lm, identity(lm), source_state=slid(lm, FIRST))
+    assert done.plan.fallback is not None
+    assert "slid out of its window" in done.plan.fallback
+    assert kinds(done) == [(R, 0, 30)]
+    assert done.plan.hops == 0
+    assert done.state.translated_until == 0
+    assert_cold(lm, done)
+
+
+def test_a_source_cache_of_our_own_keeps_every_token() -> None:
+    lm = tiny.language_model("gemma3")
+    state = read_native(FIRST, lm)
+    assert [layer.keys.shape[2] for layer in state.cache.layers] == [30] * 4
+
+
+def test_a_cache_of_another_model_is_reprefilled(lm: LanguageModel) -> None:
+    other = tiny.language_model(lambda: tiny.llama(num_hidden_layers=2))
+    state = replace(read_native(FIRST, lm), cache=read_native(FIRST, other).cache)
+    done = hand_off(FIRST, lm, lm, identity(lm), source_state=state)
+    assert done.plan.fallback is not None
+    assert "2 layers" in done.plan.fallback
+    assert_cold(lm, done)
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("conversation", ["", "  \n", []])
+def test_nothing_to_hand_over(conversation: Any) -> None:
+    lm = tiny.language_model("llama")
+    with pytest.raises(BadInput, match=r"empty|no messages"):
+        hand_off(conversation, lm, lm, identity(lm))
+
+
+def test_a_translator_of_another_pair() -> None:
+    llama, gemma = tiny.language_model("llama"), tiny.language_model("gemma3")
+    with pytest.raises(IncompatiblePair, match="target has 3 layers"):
+        hand_off(FIRST, llama, gemma, identity(llama))
+
+
+def test_two_states_of_different_conversations() -> None:
+    lm = tiny.language_model("llama")
+    other = tiny.language_model("llama", tokenizer=tiny.merging_tokenizer())
+    state = read_native(tiny.text(80, seed=3).upper(), other)
+    with pytest.raises(BadInput, match="same conversation"):
+        hand_off("0123456789 " * 12, other, lm, identity(lm), source_state=state)
+
+
+# --- two tokenizers --------------------------------------------------------------------------------------------------
+
+CHAT = [
+    {"role": "user", "content": "What is the river counting?"},
+    {"role": "assistant", "content": "The stones and then the string."},
+    {"role": "user", "content": "And in the winter?"},
+]
+
+
+@pytest.fixture
+def alignments(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Record the alignment of every hand-over."""
+    seen: list[list[int]] = []
+    plan = handoff_module.plan_handoff
+
+    def recorded(alignment: list[int], **options: Any) -> Any:
+        seen.append(list(alignment))
+        return plan(alignment, **options)
+
+    monkeypatch.setattr(handoff_module, "plan_handoff", recorded)
+    return seen
+
+
+def ends(reading: Any, index: int) -> str:
+    """Return the text up to the end of a token."""
+    return reading.stream[: reading.spans[index][1]].decode(errors="ignore")
+
+
+def assert_aligned(source: Any, target: Any, alignment: list[int], text: str) -> None:
+    """Every token inside `text` is fed by the first source token that has read as far."""
+    begin = target.stream.decode().index(text)
+    inside = [j for j in range(len(target)) if begin < len(ends(target, j)) <= begin + len(text)]
+    assert inside
+    for j in inside:
+        read = ends(target, j)[begin:]
+        i = alignment[j]
+        start = source.stream.decode().index(text)
+        assert ends(source, i)[start:].startswith(read), (j, i)
+        assert len(ends(source, i - 1)) < start + len(read), (j, i)
+
+
+def test_a_chat_in_two_tokenizers(alignments: list[list[int]]) -> None:
+    source = tiny.language_model("llama", tokenizer=tiny.merging_tokenizer())
+    target = tiny.language_model("gemma3")
+    translator = Translator(
+        TranslatorConfig(source.geometry, target.geometry, ((0, 1),) * 4, embedding_lags=())
+    ).double()
+    state = read_native(CHAT, source)
+    done = hand_off(CHAT, source, target, translator, source_state=state)
+    assert done.plan.fallback is None
+    assert done.plan.tail >= 1
+    for message in CHAT:
+        assert_aligned(state.reading, done.state.reading, alignments[0], message["content"])
+
+
+def test_a_text_gone_on_with_in_two_tokenizers(alignments: list[list[int]]) -> None:
+    """The source's own words are one more content of its reading, and part of the one text for the target."""
+    source = tiny.language_model("llama", tokenizer=tiny.merging_tokenizer())
+    target = tiny.language_model("llama")
+    state = says(source, read_native(FIRST, source), REPLY + " in winter")
+    done = hand_off(FIRST + REPLY + " in winter", source, target, identity(target), source_state=state)
+    assert done.plan.fallback is None
+    assert_aligned(state.reading, done.state.reading, alignments[0], REPLY + " in winter")
+
+
+def test_a_state_tells_how_far_it_can_be_trusted() -> None:
+    lm = tiny.language_model("llama")
+    assert read_native(FIRST, lm).translated_until == 0
+    spans = reprefill_plan(30, "x").spans
+    assert replace(read_native(FIRST, lm), spans=spans).translated_until == 0
+    assert hand_off(FIRST, lm, lm, identity(lm), tail=4).state.translated_until == 26
+
+
+def test_hand_offs_work_inside_inference_mode(lm: LanguageModel) -> None:
+    with torch.inference_mode():
+        done = hand_off(FIRST, lm, lm, identity(lm))
+        assert_cold(lm, done)
