@@ -45,6 +45,12 @@ class Example:
         """Number of target tokens before the hand-over."""
         return len(self.target.ids)
 
+    @property
+    def is_translatable(self) -> bool:
+        """Whether something lies between the sinks and the shortest tail."""
+        unread = int((self.alignment < 0).sum())
+        return max(1, self.at_source_start) < self.context_tokens - max(1, unread)
+
 
 def examples(
     documents: Sequence[Document],
@@ -208,7 +214,7 @@ def random_examples(
         text = document.text[start : start + CHARS_PER_TOKEN * (context + continuation_tokens)]
         make = chat_example if rng.random() < chat_share else text_example
         made = make(text, source_tokenizer, target_tokenizer, context, continuation_tokens, document)
-        if made is not None:
+        if made is not None and made[0].is_translatable:
             found.append(made[0])
     require_examples(found, f"{min(context_tokens)} + {continuation_tokens} tokens")
     return found

@@ -26,7 +26,7 @@ from kvlingo.errors import BadInput
 from kvlingo.handoff import assemble, continuation_logits
 from kvlingo.metrics import kl_nats, masked_mean, nll_nats
 from kvlingo.models import LanguageModel, read, with_vocabulary
-from kvlingo.plan import plan_handoff
+from kvlingo.plan import HandoffPlan, plan_handoff
 from kvlingo.ridge import factor
 from kvlingo.stats import GramStats, load_tensors, save_tensors
 from kvlingo.texts import Document
@@ -401,6 +401,12 @@ def small_vocabulary(target: LanguageModel, documents: Sequence[Document], size:
     return VocabularyView(with_vocabulary(target, ids), place)
 
 
+def training_plan(example: Example, tail: int) -> HandoffPlan:
+    """Plan one hand-over; a tail that would leave nothing to translate, and so nothing to learn, is cut."""
+    sink = max(1, example.at_source_start)
+    return plan_handoff(example.alignment.tolist(), sink=sink, tail=max(1, min(tail, example.context_tokens - sink - 1)))
+
+
 def example_loss(
     translator: Translator,
     source: LanguageModel,
@@ -414,7 +420,7 @@ def example_loss(
     """Return the loss of one hand-over, with its graph into the maps."""
     ids, follow = target.ids(example.target.ids), target.ids(example.continuation)
     reader = target if view is None else view.lm
-    plan = plan_handoff(example.alignment.tolist(), sink=max(1, example.at_source_start), tail=tail)
+    plan = training_plan(example, tail)
     with torch.no_grad():
         native = continuation_logits(reader, None, ids, follow)
         source_kv = read(source, source.ids(example.source.ids)) if translator.config.reads_source else None
@@ -466,7 +472,7 @@ def judged_kl(translator: Translator, target: LanguageModel, judged: Sequence[Ju
     total = 0.0
     for item in judged:
         ids, follow = target.ids(item.example.target.ids), target.ids(item.example.continuation)
-        plan = plan_handoff(item.example.alignment.tolist(), sink=max(1, item.example.at_source_start), tail=tail)
+        plan = training_plan(item.example, tail)
         source_kv = item.source_kv if translator.config.reads_source else None
         kv = assemble(plan, target, translator, source_kv, item.example.alignment, ids)
         logits = continuation_logits(target, kv, ids[plan.translated[1] :], follow)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from kvlingo.alignment import align, last_at_source_start, read_text
 from kvlingo.cache import KV, flatten_heads, split_heads
 from kvlingo.corpus import Example, examples, require_examples
+from kvlingo.errors import BadInput
 from kvlingo.handoff import assemble, continuation_logits, target_cache
 from kvlingo.metrics import ArmScores, DocumentScores, kl_nats, nll_nats, top1_agreement
 from kvlingo.models import LanguageModel, native_layers, prefill, read
@@ -156,13 +157,19 @@ def wrong_document(chosen: Sequence[Example], number: int) -> Example | None:
 
 
 def plan_of(example: Example, options: EvaluationOptions) -> HandoffPlan:
-    """Plan one example's hand-over."""
-    return plan_handoff(
+    """Plan one example's hand-over.
+
+    Raises `BadInput` where sinks and tail leave nothing to translate, and so nothing to judge.
+    """
+    plan = plan_handoff(
         example.alignment.tolist(),
         sink=max(options.sink, example.at_source_start),
         tail=options.tail,
         native_layers=options.native_layers,
     )
+    if plan.fallback:
+        raise BadInput(f"nothing to judge: {plan.fallback}; give a longer --context or a shorter --tail")
+    return plan
 
 
 # --- arms ------------------------------------------------------------------------------------------------------------
