@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from kvlingo import __version__
-from kvlingo.errors import BadInput, KVLingoError
+from kvlingo.errors import BadInput, KVLingoError, UnsupportedModel
 
 BAD_INPUT, FAILED, STOPPED = 2, 3, 130
 
@@ -163,7 +163,7 @@ def distill(
     target: Target = None,
     text: Texts = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0, help="Stop after so long. Default: 10.", show_default=False)
+        float | None, typer.Option(min=0.01, help="Stop after so long. Default: 10.", show_default=False)
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.", show_default=False)] = None,
     learning_rate: Annotated[float, typer.Option(min=0, help="Of AdamW, after warm-up.")] = 1e-4,
@@ -320,7 +320,7 @@ def info(
             result = jobs.describe_folder(Path(what))
             sheets.print_folder(result, Console())
         else:
-            result = jobs.describe_pair(what, target)
+            result = describe(jobs.describe_pair, what, target, as_json)
             sheets.print_pair(result, Console())
     emit(result, as_json)
 
@@ -329,7 +329,7 @@ def info(
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="One direction, ridge and a minute of distilling.")] = False,
     minutes: Annotated[
-        float | None, typer.Option(min=0, help="Minutes of distilling a direction.", show_default=False)
+        float | None, typer.Option(min=0.01, help="Minutes of distilling a direction.", show_default=False)
     ] = None,
     cache_dir: Annotated[
         Path | None,
@@ -354,6 +354,15 @@ def emit(result: dict[str, Any], as_json: bool) -> None:
     """Print the result as the last line of stdout, if asked."""
     if as_json:
         typer.echo(json.dumps(result, ensure_ascii=False, allow_nan=False))
+
+
+def describe(pair: Callable[[str, str], dict[str, Any]], source: str, target: str, as_json: bool) -> dict[str, Any]:
+    """Return a pair's facts; one that can't be translated is an answer too, for a program that asks."""
+    try:
+        return pair(source, target)
+    except UnsupportedModel as error:
+        emit({"supported": False, "reason": str(error)}, as_json)
+        raise
 
 
 def write(piece: str) -> None:

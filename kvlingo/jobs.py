@@ -180,12 +180,13 @@ def fit_pair(
 
 @contextmanager
 def forget_on_refusal(out: Path) -> Iterator[None]:
-    """Leave nothing behind when the input is refused; Ctrl-C keeps the statistics."""
+    """Leave nothing behind when the input is refused; Ctrl-C and a full disk keep statistics that are whole."""
     is_new = not (out / "work").exists()
     try:
         yield
-    except (KVLingoError, OSError):
-        if is_new:
+    except Exception as error:
+        refused = isinstance(error, KVLingoError) and not isinstance(error.__cause__, OSError)
+        if is_new and (refused or not any((out / "work").glob("stats-*.safetensors"))):
             forget(out)
         raise
 
@@ -488,7 +489,9 @@ def handoff_lines(handed: HandOff, times: FirstToken) -> Iterator[str]:
 def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
     """Say what can be known of a pair without loading weights.
 
-    A model that can't be translated gives its reason in place of facts; what is wrong with a name is an error.
+    Raises:
+        UnsupportedModel: a model keeps no keys and values that could be translated; the message says what it keeps.
+        BadInput: a name that leads to no model.
     """
     quiet_loading()
     source, target = outline(source_name), outline(target_name)
