@@ -28,7 +28,7 @@ from kvlingo.metrics import kl_nats, masked_mean, nll_nats
 from kvlingo.models import LanguageModel, read, with_vocabulary
 from kvlingo.plan import HandoffPlan, plan_handoff
 from kvlingo.ridge import factor
-from kvlingo.stats import GramStats, load_tensors, save_tensors
+from kvlingo.stats import GramStats, Moments, load_tensors, save_tensors
 from kvlingo.texts import Document
 from kvlingo.translator import LayerMap, LinearMap, LowRankMap, Translator, without_residual
 
@@ -134,7 +134,7 @@ def coordinates(translator: Translator, stats: GramStats, options: DistillOption
     for layer, layer_map in translator.maps.items():
         assert isinstance(layer_map, LayerMap)
         moments = stats.moments(translator.config.blocks(int(layer)), f"target/{layer}")
-        scale = moments.output_variance.clamp(min=0).sqrt().to(layer_map.bias)
+        scale = output_scale(layer_map, moments)
         whitened = [p for p in (layer_map.linear,) if isinstance(p, LinearMap | LowRankMap)]
         left = None
         if whitened:
@@ -158,6 +158,20 @@ def coordinates(translator: Translator, stats: GramStats, options: DistillOption
 
 @torch.inference_mode(False)
 @torch.enable_grad()
+def output_scale(layer_map: LayerMap, moments: Moments) -> Tensor:
+    """Return the standard deviation of what the map's last weight matrix has to give: [outputs].
+
+    Where keys end in the target's norm, that is a key divided by the norm's weight.
+    """
+    scale = moments.output_variance.clamp(min=0).sqrt().to(layer_map.bias)
+    if layer_map.norm_kind is None:
+        return scale
+    shape, weight = layer_map.shape, layer_map.key_norm_weight.abs()
+    weight = weight.repeat(shape.kv_heads) if layer_map.norm_kind == "head" else weight
+    keys = torch.where(weight == 0, torch.zeros_like(weight), scale[: shape.key_width] / weight)
+    return torch.cat((keys, scale[shape.key_width :]))
+
+
 def distill(
     translator: Translator,
     source: LanguageModel,
@@ -404,7 +418,9 @@ def small_vocabulary(target: LanguageModel, documents: Sequence[Document], size:
 def training_plan(example: Example, tail: int) -> HandoffPlan:
     """Plan one hand-over; a tail that would leave nothing to translate, and so nothing to learn, is cut."""
     sink = max(1, example.at_source_start)
-    return plan_handoff(example.alignment.tolist(), sink=sink, tail=max(1, min(tail, example.context_tokens - sink - 1)))
+    return plan_handoff(
+        example.alignment.tolist(), sink=sink, tail=max(1, min(tail, example.context_tokens - sink - 1))
+    )
 
 
 def example_loss(

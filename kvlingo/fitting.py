@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlingo.cache import KV, flatten_heads
 from kvlingo.corpus import Example, examples, require_examples
 from kvlingo.errors import BadInput, IncompatiblePair
 from kvlingo.geometry import Geometry
@@ -42,7 +41,6 @@ from kvlingo.translator import (
     embedding_block,
     feature_blocks,
     source_block,
-    unit_keys,
 )
 
 Progress = Callable[[str, int, int], None]
@@ -59,6 +57,7 @@ class FitOptions:
         tokens: target tokens to read; the rest of the text is left.
         context_tokens: lengths of the pieces the text is read in.
         held_out_share: share of the documents' clusters kept for choosing; held_out_examples of them are judged by KL.
+        key_norm: whether keys end in the target's own key norm, where it has one; None lets held-out KL choose.
     """
 
     reach: int = 1
@@ -74,7 +73,7 @@ class FitOptions:
     dampings: tuple[float, ...] = DAMPINGS
     held_out_share: float = 0.1
     held_out_examples: int = 8
-    key_norm: bool = True
+    key_norm: bool | None = None
     seed: int = 0
 
 
@@ -115,8 +114,10 @@ def fit(
     require_enough(stats.tokens, max(config.feature_width(layer) for layer in range(len(config.target))))
     judged = held_out_examples(split.held_out, source, target, options)
     solved = solve_layers(config, stats, held_out, options)
-    # Held-out error picks each layer's window; held-out KL has the last word on whether moving windows helped at all.
-    candidates = [build(config, solved, pick, stats, target) for pick in ((0,) if options.shift == 0 else (0, 1))]
+    # Held-out error picks each layer's window; held-out KL has the last word on whether moving windows, and ending in the
+    # target's key norm, helped at all.
+    picks = (0,) if options.shift == 0 else (0, 1)
+    candidates = [build(c, solved, pick, target) for c in norm_choices(config, target, options) for pick in picks]
     scored = [(held_out_kl(source, target, t, judged), t, c) for t, c in candidates]
     kl, translator, choices = min(scored, key=lambda s: math.inf if s[0] is None else s[0])
     return Fit(translator, stats, held_out, tuple(split.held_out), choices, options, kl)
@@ -136,8 +137,16 @@ def base_config(source: LanguageModel, target: LanguageModel, options: FitOption
         map_kind=options.map_kind,
         rank=options.rank if options.map_kind == "lowrank" else 0,
         residual_width=options.residual_width,
-        key_norms=tuple(norm_kind(target, i) if options.key_norm else None for i in range(len(target.geometry))),
     )
+
+
+def norm_choices(config: TranslatorConfig, target: LanguageModel, options: FitOptions) -> list[TranslatorConfig]:
+    """Return the shapes to judge: keys predicted as they are, or ending in the target's own norm where it has one."""
+    kinds = tuple(norm_kind(target, layer) for layer in range(len(target.geometry)))
+    normed = replace(config, key_norms=kinds)
+    if not any(kinds) or options.key_norm is False:
+        return [config]
+    return [normed] if options.key_norm else [config, normed]
 
 
 def norm_kind(lm: LanguageModel, layer: int) -> str | None:
@@ -246,18 +255,9 @@ class Collector:
             start=start,
         )
         for layer in range(len(self.config.target)):
-            outputs = outputs_of(target_kv, layer, self.target.key_norms[layer], self.config)
-            found[f"target/{layer}"] = outputs[start : max(start, stop)]
+            outputs = target_kv.flat(layer)[0][start : max(start, stop)]
+            found[f"target/{layer}"] = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         return found
-
-
-def outputs_of(kv: KV, layer: int, norm_weight: Tensor | None, config: TranslatorConfig) -> Tensor:
-    """Return what a map has to predict: keys (before the norm's weight, where there is one) and values, [tokens, width]."""
-    keys, kind = kv.keys[layer], config.key_norms[layer] if config.key_norms else None
-    if kind is not None and norm_weight is not None:
-        keys = unit_keys(keys, norm_weight, kind)
-    flat = torch.cat((flatten_heads(keys), flatten_heads(kv.values[layer])), dim=-1)[0]
-    return flat.to(torch.promote_types(flat.dtype, torch.float32))
 
 
 def candidate_blocks(config: TranslatorConfig, layer: int, options: FitOptions) -> tuple[str, ...]:
@@ -389,7 +389,7 @@ def with_layers(config: TranslatorConfig, layer: int, source_layers: tuple[int, 
 
 
 def build(
-    config: TranslatorConfig, solved: Solved, pick: int, stats: GramStats, target: LanguageModel
+    config: TranslatorConfig, solved: Solved, pick: int, target: LanguageModel
 ) -> tuple[Translator, tuple[dict[str, Any], ...]]:
     """Make a translator of each layer's solution number `pick` (0: proportional layers, 1: best window)."""
     choices = []
@@ -406,28 +406,27 @@ def build(
         )
     translator = Translator(config)
     for layer, solutions in solved.items():
-        fill(translator.maps[str(layer)], solutions[pick], stats, layer, target.key_norms[layer])  # type: ignore[arg-type]
+        fill(translator.maps[str(layer)], solutions[pick], target.key_norms[layer])  # type: ignore[arg-type]
     return translator.to(target.device).eval(), tuple(choices)
 
 
 def control(config: TranslatorConfig, fitted: Fit, target: LanguageModel) -> Translator:
     """Fit another shape of the same class from the same statistics: the controls, fitted alike."""
     solved = solve_layers(config, fitted.stats, fitted.held_out, replace(fitted.options, shift=0))
-    return build(config, solved, 0, fitted.stats, target)[0]
+    config = replace(config, key_norms=fitted.translator.config.key_norms)
+    return build(config, solved, 0, target)[0]
 
 
 @torch.no_grad()
-def fill(layer_map: LayerMap, solution: Solution, stats: GramStats, layer: int, norm_weight: Tensor | None) -> None:
+def fill(layer_map: LayerMap, solution: Solution, norm_weight: Tensor | None) -> None:
     """Write a ridge solution into a layer's map, whatever its kind."""
+    if layer_map.norm_kind is not None and norm_weight is not None:
+        solution, weight = before_norm(solution, norm_weight, layer_map)
+        layer_map.key_norm_weight.copy_(weight)
     moments, damping, weight = solution.moments, solution.damping, solution.weight
     layer_map.feature_mean.copy_(moments.feature_mean)
     layer_map.feature_scale.copy_(moments.feature_scale)
     layer_map.bias.copy_(moments.output_mean)
-    if norm_weight is not None and layer_map.norm_kind is not None:
-        # Where the norm's weight is 0 in some dims, the visible rest of a key has an RMS a little below 1.
-        stats.flush()
-        square = stats.squares[f"target/{layer}"][: layer_map.shape.key_width].mean() / stats.tokens
-        layer_map.key_norm_weight.copy_(norm_weight.to("cpu", torch.float64) * square.sqrt())
     linear = layer_map.linear
     if isinstance(linear, LinearMap):
         linear.weight.copy_(weight)
@@ -437,6 +436,27 @@ def fill(layer_map: LayerMap, solution: Solution, stats: GramStats, layer: int, 
         linear.up.copy_(up)
     elif isinstance(linear, HeadwiseMap):
         fill_headwise(linear, moments, damping, layer_map)
+
+
+def before_norm(solution: Solution, norm_weight: Tensor, layer_map: LayerMap) -> tuple[Solution, Tensor]:
+    """Turn a solution for keys into one for keys divided by their norm's weight; return it and the weight to end with.
+
+    Ridge is linear in its outputs, so dividing them needs no new solution. Where the norm's weight is 0 in some dims, the visible
+    rest of a key has an RMS a little below 1: the weight to end with is scaled by what was seen.
+    """
+    shape, moments = layer_map.shape, solution.moments
+    norm_weight = norm_weight.to("cpu", torch.float64)
+    weight = norm_weight.repeat(shape.kv_heads) if layer_map.norm_kind == "head" else norm_weight
+    inverse = torch.where(weight == 0, torch.zeros_like(weight), 1 / weight)
+    scale = torch.cat((inverse, torch.ones(shape.value_width, dtype=inverse.dtype)))
+    scaled = replace(
+        moments,
+        cross=moments.cross * scale,
+        output_mean=moments.output_mean * scale,
+        output_variance=moments.output_variance * scale.square(),
+    )
+    square = (scaled.output_variance + scaled.output_mean.square())[: shape.key_width].mean()
+    return replace(solution, moments=scaled, weight=solution.weight * scale), norm_weight * square.sqrt()
 
 
 def reduced_rank(moments: Moments, damping: float, weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -140,18 +140,6 @@ def gather(kv: KV, layer: int, index: Tensor) -> Tensor:
     return torch.cat([flatten_heads(x) for x in chosen], dim=-1)[0]
 
 
-def unit_keys(keys: Tensor, weight: Tensor, kind: str) -> Tensor:
-    """Divide normed keys [batch, heads, tokens, dim] by the norm's weight, which leaves vectors of RMS about 1.
-
-    Dims whose weight is 0 carry nothing in the cache and become 0.
-    """
-    weight = weight.to(keys)
-    inverse = torch.where(weight == 0, torch.zeros_like(weight), 1 / weight)
-    if kind == "head":
-        return keys * inverse
-    return split_heads(flatten_heads(keys) * inverse, keys.shape[1])
-
-
 class LayerMap(nn.Module):
     """Map one target layer's features [tokens, features] to its keys and values.
 

@@ -23,7 +23,6 @@ from kvlingo.translator import (
     head_columns,
     identity_translator,
     rms_normalise,
-    unit_keys,
 )
 
 TOKENS, SOURCE_TOKENS, HIDDEN = 7, 9, 6
@@ -277,26 +276,6 @@ def test_what_is_missing_is_said() -> None:
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["head", "layer"])
-def test_unit_keys_undo_the_norm_s_weight(kind: str) -> None:
-    raw = torch.randn(1, 3, 5, 4, dtype=torch.float64)
-    if kind == "head":
-        weight = torch.rand(4, dtype=torch.float64) + 0.5
-        normed = rms_normalise(raw) * weight
-        units = rms_normalise(raw)
-    else:
-        weight = torch.rand(12, dtype=torch.float64) + 0.5
-        flat = rms_normalise(raw.transpose(1, 2).flatten(2))
-        normed, units = ((x.unflatten(-1, (3, 4)).transpose(1, 2)) for x in (flat * weight, flat))
-    torch.testing.assert_close(unit_keys(normed, weight, kind), units, atol=1e-12, rtol=0)
-
-
-def test_a_norm_weight_of_zero_stays_zero() -> None:
-    weight = torch.tensor([1.0, 0.0, 2.0, 0.5])
-    units = unit_keys(torch.tensor([[[[3.0, 0.0, 2.0, 1.0]]]]), weight, "head")
-    assert units.tolist() == [[[[3.0, 0.0, 1.0, 2.0]]]]
 
 
 def test_normalising_keeps_a_unit_vector_and_survives_zero() -> None:
