@@ -97,9 +97,7 @@ def all_documents(packages: Path) -> list[Document]:
 def split_corpora(documents: list[Document]) -> Split:
     """Decide which documents are held out; see `held_out_and_training`."""
     always_held_out = [
-        document
-        for document in documents
-        if document.kind == "handbook" or document.cluster in HELD_OUT_NOVELS
+        document for document in documents if document.kind == "handbook" or document.cluster in HELD_OUT_NOVELS
     ]
     never_held_out = [document for document in documents if _only_trained_on(document)]
     fixed = {document.cluster for document in [*always_held_out, *never_held_out]}
@@ -155,9 +153,7 @@ def _run(command: list[str], aim: str, *, folder: Path | None = None) -> bytes:
     try:
         result = subprocess.run(command, cwd=folder, capture_output=True, check=False)
     except FileNotFoundError as error:
-        raise KVLingoError(
-            f"can't {aim}: {command[0]} not found; this corpus needs Debian or Ubuntu"
-        ) from error
+        raise KVLingoError(f"can't {aim}: {command[0]} not found; this corpus needs Debian or Ubuntu") from error
     if result.returncode != 0:
         reason = (result.stderr.decode("utf-8", "replace").strip() or "no message").splitlines()[-1]
         raise KVLingoError(f"can't {aim}: {reason}; run `apt-get update` (as root) and try again")

@@ -2,7 +2,8 @@
 
     python -m bench.memory [--tokens 20000 200000] [--out results/memory.json]
 
-Each fit runs in a process of its own (SmolLM2-135M-Instruct → Gemma-3-270M, one source layer a target layer), which reports its own peak.
+Each fit runs in a process of its own (SmolLM2-135M-Instruct → Gemma-3-270M, one source layer a target layer), which reports its
+own peak.
 """
 
 from __future__ import annotations

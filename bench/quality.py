@@ -94,7 +94,9 @@ def run_fit(arguments: argparse.Namespace) -> None:
     """Fit the translator and its two controls from the same statistics."""
     source, target = models(arguments, arguments.dtype)
     started = time.monotonic()
-    fitted = fit(source, target, training_documents(arguments), FIT, work_dir=arguments.work / "statistics", progress=tell)
+    fitted = fit(
+        source, target, training_documents(arguments), FIT, work_dir=arguments.work / "statistics", progress=tell
+    )
     config = base_config(source, target, FIT)
     save(arguments.work / "ridge", fitted.translator, source, target, {"fit": asdict(FIT)})
     for name, shape in (("token_only", source_free(config)), ("no_text", text_free(config))):
@@ -150,7 +152,10 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
             found[name] = load_translator(arguments.work / name)[0].eval()
     translator = found.pop("distilled", None) or found["ridge"]
     options = EvaluationOptions(
-        context_tokens=arguments.context, tail=arguments.tail, documents=arguments.documents, passkeys=arguments.passkeys
+        context_tokens=arguments.context,
+        tail=arguments.tail,
+        documents=arguments.documents,
+        passkeys=arguments.passkeys,
     )
     controls = Controls(found.pop("token_only", None), found.pop("no_text", None), found)
     documents = held_out_and_training(arguments.cache / "corpora").held_out

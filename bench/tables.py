@@ -56,7 +56,7 @@ def arms_table(name: str) -> str:
         return "Not measured yet.\n"
     passkey = report.get("passkey") or {}
     lines = [
-        "| cache that the target reads | KL to native, nats | top-1 | share of the context's gain kept | bits per byte | passkey |",
+        "| cache that the target reads | KL to native, nats | top-1 | share of the context's gain | bits per byte | passkey |",
         "|---|---|---|---|---|---|",
     ]
     for arm, label in ARMS.items():
@@ -68,11 +68,13 @@ def arms_table(name: str) -> str:
         cells.append(f"{passkey[arm]:.2f}" if arm in passkey else "–")
         lines.append(f"| {label} | {' | '.join(cells)} |")
     cosine = report.get("attention_output_cosine") or {}
-    beside = f"Attention-output cosine {cosine['mean']:.3f}, worst layer {cosine['worst_layer']:.3f}. " if cosine else ""
+    beside = (
+        f"Attention-output cosine {cosine['mean']:.3f}, worst layer {cosine['worst_layer']:.3f}. " if cosine else ""
+    )
     lines.append("")
     lines.append(
-        f"{report['num_documents']} held-out documents of {len(report['by_kind'])} kinds, {report['num_clusters']} books or sites; "
-        f"95 % bootstrap intervals over these. {beside}Verdict {report['verdict']}."
+        f"{report['num_documents']} held-out documents of {len(report['by_kind'])} kinds, {report['num_clusters']} books "
+        f"or sites; 95 % bootstrap intervals over these. {beside}Verdict {report['verdict']}."
     )
     return "\n".join(lines) + "\n"
 
