@@ -156,8 +156,6 @@ def coordinates(translator: Translator, stats: GramStats, options: DistillOption
     return found
 
 
-@torch.inference_mode(False)
-@torch.enable_grad()
 def output_scale(layer_map: LayerMap, moments: Moments) -> Tensor:
     """Return the standard deviation of what the map's last weight matrix has to give: [outputs].
 
@@ -172,6 +170,8 @@ def output_scale(layer_map: LayerMap, moments: Moments) -> Tensor:
     return torch.cat((keys, scale[shape.key_width :]))
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def distill(
     translator: Translator,
     source: LanguageModel,
