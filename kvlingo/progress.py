@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 
 class Bar:
@@ -21,32 +21,33 @@ class Bar:
 
     def count(self, what: str, done: int, total: int) -> None:
         """Show `done` of `total`; a new `what` gets its own line."""
-        if what not in self._tasks:
-            self._tasks[what] = self._progress.add_task(what, total=total, figures="")
-        self._progress.update(self._tasks[what], completed=done, total=total)
+        self._show(what, done / max(total, 1), f"{done:,} of {total:,}")
 
     def train(self, step: dict[str, Any]) -> None:
-        """Show one step of distilling: loss, held-out KL, tokens a second; time left follows from the share done."""
-        what = "distilling"
-        if what not in self._tasks:
-            self._tasks[what] = self._progress.add_task(what, total=100, figures="")
+        """Show one step of distilling: held-out KL, loss, tokens a second; the time left follows from the share done."""
         figures = (
-            f"step {step['step']}: loss {step['loss_nats']:.3f}, held-out KL {step['held_out_kl_nats']:.3f} nats, "
-            f"{step['tokens_per_second']:.0f} tokens/s"
+            f"KL {step['held_out_kl_nats']:.3f}, loss {step['loss_nats']:.3f} nats, "
+            f"{step['tokens_per_second']:.0f} tokens/s, step {step['step']}"
         )
-        self._progress.update(self._tasks[what], completed=round(100 * step["progress"]), figures=figures)
+        self._show("distilling", step["progress"], figures)
+
+    def _show(self, what: str, share: float, figures: str) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=1.0, figures=figures)
+        self._progress.update(self._tasks[what], completed=share, figures=figures)
 
 
 @contextmanager
 def progress_bar() -> Iterator[Bar]:
-    """Show a bar on stderr while the block runs; where stderr is no terminal, nothing moves."""
+    """Show a bar on stderr while the block runs; where stderr is no terminal, nothing moves.
+
+    The columns fit a terminal of 80 characters.
+    """
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
+        BarColumn(bar_width=8),
         TextColumn("{task.fields[figures]}"),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         yield Bar(progress)
