@@ -27,7 +27,7 @@ class Bar:
         """Show one step of distilling: held-out KL, loss, tokens a second; the time left follows from the share done."""
         figures = (
             f"KL {step['held_out_kl_nats']:.3f}, loss {step['loss_nats']:.3f} nats, "
-            f"{step['tokens_per_second']:.0f} tokens/s, step {step['step']}"
+            f"{step['tokens_per_second']:.0f} tokens/s"
         )
         self._show("distilling", step["progress"], figures)
 
