@@ -79,7 +79,10 @@ def models(arguments: argparse.Namespace, dtype: str) -> tuple[LanguageModel, La
     if not all(paths.values()):
         fetched = fetch_demo_models(arguments.cache / "demo")
         paths = {"smollm2": fetched["smollm2-135m-instruct"], "gemma": fetched["gemma-3-270m"]}
-    source, target = (load_model(paths[name], dtype=dtype) for name in arguments.direction.split("-"))
+    full_names = {"smollm2": "smollm2-135m-instruct", "gemma": "gemma-3-270m"}
+    source, target = (
+        replace(load_model(paths[name], dtype=dtype), name=full_names[name]) for name in arguments.direction.split("-")
+    )
     return source, target
 
 

@@ -93,7 +93,9 @@ def summary() -> str:
             arms, paired = report["arms"], report["paired"]
             difference = paired.get("ridge", {}).get("kl_difference_nats")
             gain = (
-                f"−{difference['mean']:.3f} [{difference['low']:.3f}, {difference['high']:.3f}]" if difference else "–"
+                f"−{difference['mean']:.3f} [−{difference['high']:.3f}, −{difference['low']:.3f}]"
+                if difference
+                else "–"
             )
             ridge = interval(arms["ridge"]["kl_nats"]) if "ridge" in arms else "–"
             lines.append(
