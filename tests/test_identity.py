@@ -1,0 +1,215 @@
+"""model -> itself: whatever the whole path changes is an error of the path, not of a map.
+
+Each check is also shown to fail: with two layers swapped, and with positions off by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvlingo.cache import KV, write_cache
+from kvlingo.generation import generate
+from kvlingo.handoff import ModelState, assemble, continuation_logits, hand_off, read_native
+from kvlingo.models import LanguageModel, first_layers, native_layers, prefill, read
+from kvlingo.plan import plan_handoff
+from kvlingo.rope import Rotary
+from kvlingo.translator import Translator, identity_translator
+from tests import tiny
+
+EXACT = 1e-8  # float64
+BROKEN = 1e-3
+PREFIXES = (tiny.WINDOW - 1, tiny.WINDOW, tiny.WINDOW + 1, 30)
+NEW = (1, 5)
+GREEDY = 10
+
+FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
+
+
+def identity(lm: LanguageModel) -> Translator:
+    return identity_translator(lm.geometry, torch.float64)
+
+
+def through_kv(lm: LanguageModel, kv: KV, ids: Tensor, rotary: Rotary | None = None) -> Tensor:
+    """Write a KV into a cache and let the model read the rest of `ids`."""
+    cache = write_cache(kv, rotary or lm.rotary, lm.geometry, lm.model.config)
+    return prefill(lm, ids[kv.tokens :], cache=cache, logits_to_keep=0).logits
+
+
+def error(lm: LanguageModel, kv: KV, ids: Tensor, rotary: Rotary | None = None) -> float:
+    got, cold = through_kv(lm, kv, ids, rotary), tiny.cold_logits(lm, ids)
+    return float((got - cold[-len(got) :]).abs().max())
+
+
+def swapped(kv: KV) -> KV:
+    return KV((kv.keys[1], kv.keys[0], *kv.keys[2:]), (kv.values[1], kv.values[0], *kv.values[2:]), kv.tokens)
+
+
+class OffByOne(Rotary):
+    """Writes every key one position too late."""
+
+    def __init__(self, rotary: Rotary) -> None:
+        super().__init__(rotary._angles, rotary.layers)
+
+    def rotate(self, keys: Tensor, layer: int, positions: Tensor) -> Tensor:
+        return super().rotate(keys, layer, positions + 1)
+
+
+@torch.no_grad()
+def planned(lm: LanguageModel, translator: Translator, ids: Tensor, tail: int, layers: int = 0) -> KV:
+    """Plan a hand-over of the model to itself and assemble the cache before the tail."""
+    alignment = torch.arange(len(ids))
+    plan = plan_handoff(alignment.tolist(), tail=tail, native_layers=layers)
+    return assemble(plan, lm, translator, read(lm, ids[: len(ids) - tail]), alignment, ids)
+
+
+# --- exact -----------------------------------------------------------------------------------------------------------
+
+
+@FAMILY
+def test_identity_of_reading_and_writing(family: str) -> None:
+    lm = tiny.language_model(family)
+    for prefix in PREFIXES:
+        for new in NEW:
+            ids = tiny.ids_of(lm, prefix + new, seed=prefix)
+            assert error(lm, read(lm, ids[:prefix]), ids) < EXACT, (prefix, new)
+
+
+@FAMILY
+def test_identity_of_a_hand_off(family: str) -> None:
+    lm = tiny.language_model(family)
+    translator = identity(lm)
+    for prefix in PREFIXES:
+        for new in NEW:
+            text = tiny.text_of_tokens(prefix + new, seed=prefix)
+            ids = tiny.ids_of(lm, prefix + new, seed=prefix)
+            done = hand_off(text, lm, lm, translator, tail=new)
+            assert done.plan.fallback is None
+            assert done.plan.translated == (1, prefix)
+            assert done.state.cache.get_seq_length() == prefix + new
+            assert done.logits is not None
+            assert float((done.logits - tiny.cold_logits(lm, ids)[-1]).abs().max()) < EXACT, (prefix, new)
+
+
+@FAMILY
+def test_identity_of_a_continuation_and_native_layers(family: str) -> None:
+    lm = tiny.language_model(family)
+    ids, translator = tiny.ids_of(lm, 35), identity(lm)
+    cold = tiny.cold_logits(lm, ids)
+    for tail in NEW:
+        context = ids[:30]
+        for layers in (0, 1, 2):
+            kv = planned(lm, translator, context, tail, layers)
+            got = continuation_logits(lm, kv, context[-tail:], ids[30:])
+            assert float((got - cold[29:34]).abs().max()) < EXACT, (tail, layers)
+
+
+@FAMILY
+def test_identity_of_greedy_tokens(family: str) -> None:
+    lm = tiny.language_model(family)
+    translator = identity(lm)
+    for prefix in (tiny.WINDOW - 1, 30):
+        text = tiny.text_of_tokens(prefix + 1, seed=prefix)
+        done = hand_off(text, lm, lm, translator)
+        assert done.logits is not None
+        stream = generate(lm, done.state, done.logits, max_new_tokens=GREEDY, stop_at_eos=False)
+        stream.text()
+        assert stream.ids == tiny.cold_greedy(lm, tiny.ids_of(lm, prefix + 1, seed=prefix), GREEDY)
+
+
+@FAMILY
+def test_identity_of_the_first_layers(family: str) -> None:
+    lm = tiny.language_model(family)
+    ids = tiny.ids_of(lm, 30)
+    whole = read(lm, ids)
+    for count in (1, 2):
+        part = native_layers(lm, ids, count)
+        assert len(part) == count
+        assert part.tokens == 30
+        for layer in range(count):
+            assert part.held(layer) == 30
+            torch.testing.assert_close(part.keys[layer], whole.keys[layer], atol=1e-10, rtol=0)
+            torch.testing.assert_close(part.values[layer], whole.values[layer], atol=1e-10, rtol=0)
+
+
+def test_the_first_layers_share_the_weights_and_leave_the_model_alone() -> None:
+    lm = tiny.language_model("gemma3")
+    before = len(lm.model.model.layers), lm.model.config.num_hidden_layers, list(lm.model.config.layer_types)
+    mine = {p.data_ptr() for p in lm.model.parameters()}
+    assert {p.data_ptr() for p in first_layers(lm.model, 2).parameters()} <= mine
+    assert before == (len(lm.model.model.layers), lm.model.config.num_hidden_layers, lm.model.config.layer_types)
+
+
+def test_identity_over_two_hand_offs_with_what_was_said_between() -> None:
+    lm = tiny.language_model("gemma3")
+    translator, text = identity(lm), tiny.text_of_tokens(20)
+    first = hand_off(text, lm, lm, translator)
+    assert first.logits is not None
+    stream = generate(lm, first.state, first.logits, max_new_tokens=6, stop_at_eos=False)
+    stream.text()
+    held = stream.state.reading.ids
+    assert held == tuple(tiny.ids_of(lm, 20).tolist() + stream.ids[:-1])
+    following = prefill(lm, lm.ids([stream.ids[-1]]), cache=stream.state.cache).logits[-1]
+    cold = tiny.cold_logits(lm, torch.tensor([*held, stream.ids[-1]]))[-1]
+    assert float((following - cold).abs().max()) < EXACT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama-yarn", "gemma3", "olmo2"])
+def test_identity_at_the_noise_floor_of_smaller_dtypes(family: str, dtype: torch.dtype) -> None:
+    """No further from cold than the model's own chunked prefill is, give or take."""
+    lm = tiny.language_model(family, dtype=dtype)
+    ids = tiny.ids_of(lm, 35)
+    cold = tiny.cold_logits(lm, ids)[-5:]
+    chunked = prefill(lm, ids[30:], cache=prefill(lm, ids[:30]).cache, logits_to_keep=0).logits
+    got = through_kv(lm, read(lm, ids[:30]), ids)
+    floor = tiny.kl(cold.double(), chunked.double()).max()
+    allowed = max(3 * float(floor), {torch.float32: 1e-9, torch.bfloat16: 2e-2}[dtype])
+    assert float(tiny.kl(cold.double(), got.double()).max()) <= allowed
+
+
+# --- and the checks can fail -----------------------------------------------------------------------------------------
+
+
+@FAMILY
+def test_identity_fails_with_two_layers_swapped(family: str) -> None:
+    lm = tiny.language_model(family)
+    for prefix in PREFIXES:
+        ids = tiny.ids_of(lm, prefix + 5, seed=prefix)
+        assert error(lm, swapped(read(lm, ids[:prefix])), ids) > BROKEN, prefix
+
+
+@FAMILY
+def test_identity_fails_with_positions_off_by_one(family: str) -> None:
+    lm = tiny.language_model(family)
+    for prefix in PREFIXES:
+        ids = tiny.ids_of(lm, prefix + 5, seed=prefix)
+        assert error(lm, read(lm, ids[:prefix]), ids, OffByOne(lm.rotary)) > BROKEN, prefix
+
+
+@FAMILY
+def test_identity_of_a_hand_off_fails_when_it_should(family: str) -> None:
+    lm = tiny.language_model(family)
+    text, ids = tiny.text_of_tokens(31), tiny.ids_of(lm, 31)
+    cold = tiny.cold_logits(lm, ids)[-1]
+    state = read_native(text, lm)
+    crossed = identity(lm)
+    crossed.config = replace(crossed.config, source_layers=((1,), (0,), *crossed.config.source_layers[2:]))
+    shifted = replace(lm, rotary=OffByOne(lm.rotary))
+    for broken in (
+        hand_off(text, lm, lm, crossed, source_state=state),
+        hand_off(text, lm, shifted, identity(lm), source_state=state),
+        hand_off(text, lm, lm, identity(lm), source_state=of_another_text(lm)),
+    ):
+        assert broken.plan.fallback is None
+        assert broken.logits is not None
+        assert float((broken.logits - cold).abs().max()) > BROKEN
+
+
+def of_another_text(lm: LanguageModel) -> ModelState:
+    """A state that claims to hold one text and holds another."""
+    state, other = read_native(tiny.text_of_tokens(31), lm), read_native(tiny.text_of_tokens(31, seed=9), lm)
+    return replace(state, cache=other.cache)
