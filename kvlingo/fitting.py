@@ -533,7 +533,7 @@ def held_out_examples(
                 target.tokenizer,
                 context_tokens=(context,),
                 continuation_tokens=min(32, context // 2),
-                per_document=1,
+                per_document=-(-options.held_out_examples // max(len(documents), 1)),
                 seed=options.seed,
             )
         )[: options.held_out_examples]
