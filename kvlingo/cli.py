@@ -175,6 +175,7 @@ def distill(
     chat_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of hand-overs rendered in chat templates.")
     ] = 0.15,
+    judged: Annotated[int, typer.Option(min=1, help="Held-out hand-overs to judge on.")] = 16,
     control: Annotated[Control | None, typer.Option(help="Distil a control instead.", show_default=False)] = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -182,12 +183,15 @@ def distill(
     as_json: AsJson = False,
 ) -> None:
     """Train a fitted translator through the frozen target; keep the best on held-out text."""
+    contexts = sorted(numbers(context, "--context"))
     changes = {
         "minutes": 10.0 if minutes is None and steps is None else minutes,
         "steps": steps,
         "learning_rate": learning_rate,
         "batch": batch,
-        "context_tokens": numbers(context, "--context"),
+        "context_tokens": tuple(contexts),
+        "judged_context": (contexts[(len(contexts) - 1) // 2], contexts[-1]),
+        "judged_examples": judged,
         "continuation_tokens": continuation,
         "chat_share": chat_share,
         "seed": seed,

@@ -235,7 +235,7 @@ def fit_lines(found: Mapping[str, Any], out: Path, num_bytes: int) -> Iterator[s
         yield "the held-out text is too short to judge the translator; give longer texts before you trust it"
     else:
         controls = ", ".join(f"{name} {nats(kl)}" for name, kl in found["controls_kl_nats"].items())
-        yield f"held-out KL to native: {nats(found['kl_nats'])} nats ({controls}), {found['hand_overs']} hand-overs"
+        yield f"held-out KL to native: {nats(found['kl_nats'])} nats ({controls}); hand-overs: {found['hand_overs']}"
     cosine = found["attention_output_cosine"]
     if cosine is not None:
         worst = f"worst layer {cosine['worst_layer_index']}: {cosine['worst_layer']:.3f}"
