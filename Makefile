@@ -24,7 +24,7 @@ demo: $(VENV)/.demo
 	@$(BIN)/kvlingo demo $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(ARGS) .

@@ -1,4 +1,4 @@
-"""What every test shares: no network, two threads, a fixed seed, real models only on request."""
+"""What every test shares: no network, one thread, a fixed seed, real models only on request."""
 
 import os
 
@@ -13,7 +13,7 @@ REAL_MODELS = "KVLINGO_REAL_MODELS"
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # tiny models; the tests run side by side instead
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
