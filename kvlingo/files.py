@@ -30,8 +30,7 @@ def clear_write_errors(place: Path, num_bytes: int) -> Iterator[None]:
                 "free some and save again: nothing was changed"
             ) from error
         raise BadInput(
-            f"can't write {place} ({error.strerror or error}); "
-            "choose another place: nothing was changed"
+            f"can't write {place} ({error.strerror or error}); choose another place: nothing was changed"
         ) from error
 
 

@@ -113,9 +113,7 @@ def sealed(content: dict[str, Any]) -> dict[str, Any]:
 def content_hash(content: Mapping[str, Any]) -> str:
     """Hash everything but the hash, whatever the order of keys and the white space."""
     rest = {key: value for key, value in content.items() if key != "sha256"}
-    return hashlib.sha256(
-        json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_document(folder: Path) -> dict[str, Any]:
@@ -127,8 +125,7 @@ def read_document(folder: Path) -> dict[str, Any]:
     file = folder / MANIFEST_FILE
     if not file.is_file():
         raise BadArtifact(
-            f"{folder} has no {MANIFEST_FILE}, so it is no translator; give the folder that "
-            f"`kvlingo fit` wrote"
+            f"{folder} has no {MANIFEST_FILE}, so it is no translator; give the folder that `kvlingo fit` wrote"
         )
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
@@ -136,14 +133,10 @@ def read_document(folder: Path) -> dict[str, Any]:
         ValueError,
         RecursionError,
     ) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise BadArtifact(
-            f"{file} is not whole ({first_line(error)}); copy the folder again"
-        ) from error
+        raise BadArtifact(f"{file} is not whole ({first_line(error)}); copy the folder again") from error
     check_format(file, document)
     if document.get("sha256") != content_hash(document):
-        raise BadArtifact(
-            f"{file} was changed after it was saved; restore it, copy the folder again, or fit anew"
-        )
+        raise BadArtifact(f"{file} was changed after it was saved; restore it, copy the folder again, or fit anew")
     return document
 
 
@@ -153,8 +146,7 @@ def check_format(file: Path, document: Any) -> None:
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
     if not isinstance(version, int) or version < 1:
         raise BadArtifact(
-            f"{file} names no format version, so it is no translator; give the folder that "
-            f"`kvlingo fit` wrote"
+            f"{file} names no format version, so it is no translator; give the folder that `kvlingo fit` wrote"
         )
     if version > FORMAT_VERSION:
         raise BadArtifact(
@@ -179,8 +171,7 @@ def parse_config(document: Mapping[str, Any]) -> TranslatorConfig:
         return TranslatorConfig.from_json(document["translator"])
     except (KeyError, TypeError, ValueError) as error:
         raise BadArtifact(
-            f"{MANIFEST_FILE} holds no translator that this version knows ({first_line(error)}); "
-            f"fit anew"
+            f"{MANIFEST_FILE} holds no translator that this version knows ({first_line(error)}); fit anew"
         ) from error
 
 
@@ -209,8 +200,7 @@ def check_pair(
         problem = mismatch(side, got, fitted)
         if problem and not allow_mismatch:
             raise IncompatiblePair(
-                f"{problem}; use the model it was fitted on, fit anew, or accept it with "
-                f"allow_mismatch=True"
+                f"{problem}; use the model it was fitted on, fit anew, or accept it with allow_mismatch=True"
             )
         if problem:
             warnings.warn(f"{problem}: quality is unknown, evaluate before use", stacklevel=3)
@@ -219,11 +209,7 @@ def check_pair(
 def is_swapped(manifest: Manifest, source: ModelCard | None, target: ModelCard | None) -> bool:
     """Whether every given side is the translator's other side."""
     here = (manifest.source.fingerprint, manifest.target.fingerprint)
-    crossed = [
-        card.fingerprint == other
-        for card, other in ((source, here[1]), (target, here[0]))
-        if card is not None
-    ]
+    crossed = [card.fingerprint == other for card, other in ((source, here[1]), (target, here[0])) if card is not None]
     return here[0] != here[1] and bool(crossed) and all(crossed)
 
 
@@ -242,9 +228,7 @@ def mismatch(side: str, got: ModelCard, fitted: ModelCard) -> str | None:
     return None
 
 
-def check_cache(
-    config: TranslatorConfig, source: ModelCard | None, target: ModelCard | None
-) -> None:
+def check_cache(config: TranslatorConfig, source: ModelCard | None, target: ModelCard | None) -> None:
     """Raise `IncompatiblePair` unless the given models' caches look as the translator expects."""
     check_geometry(
         config,

@@ -74,9 +74,7 @@ class DocumentScores:
     arms: dict[str, ArmScores]
 
 
-def kl_nats(
-    native_logits: Tensor, logits: Tensor, *, mask: Tensor | None = None, chunk: int = CHUNK
-) -> Tensor:
+def kl_nats(native_logits: Tensor, logits: Tensor, *, mask: Tensor | None = None, chunk: int = CHUNK) -> Tensor:
     """Return KL(native ‖ other) at each position, in nats.
 
     KL = sum_v p_v (log p_v - log q_v), in log space and at least float32 whatever the dtype of the
@@ -102,9 +100,7 @@ def kl_nats(
     return by_chunks(kl_of_rows, (native_logits, logits), logits.shape[:-1], mask, chunk)
 
 
-def nll_nats(
-    logits: Tensor, next_ids: Tensor, *, mask: Tensor | None = None, chunk: int = CHUNK
-) -> Tensor:
+def nll_nats(logits: Tensor, next_ids: Tensor, *, mask: Tensor | None = None, chunk: int = CHUNK) -> Tensor:
     """Return the negative log-likelihood of `next_ids` [...] under `logits` [..., vocabulary].
 
     `next_ids[i]` is the token that follows the position of `logits[i]`: the caller has done the
@@ -140,9 +136,7 @@ def by_chunks(
     if chunk < 1:
         raise BadInput(f"chunk is {chunk}; it must be at least 1 position")
     if mask is not None and mask.shape != shape:
-        raise BadInput(
-            f"mask is {list(mask.shape)} for positions {list(shape)}; give one entry a position"
-        )
+        raise BadInput(f"mask is {list(mask.shape)} for positions {list(shape)}; give one entry a position")
     flat = [x.reshape(shape.numel(), *x.shape[len(shape) :]) for x in inputs]
     kept = None if mask is None else mask.reshape(-1).nonzero().squeeze(1)
     if kept is not None:
@@ -183,9 +177,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
 
 
-def cluster_bootstrap(
-    clusters: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0
-) -> Tensor:
+def cluster_bootstrap(clusters: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0) -> Tensor:
     """Draw how often each document counts in each resample: float64 [resamples, documents].
 
     Documents of one book or site are alike, so whole clusters are drawn with replacement, as many
@@ -287,9 +279,7 @@ def share_ratio(scores: Sequence[DocumentScores], arm: str) -> Ratio | None:
         return None
     if not torch.equal(byte_counts(scores, arm), byte_counts(scores, "native")):
         return None
-    nothing, kept, everything = (
-        sums_over(scores, name, "nll_nats") for name in ("no_context", arm, "native")
-    )
+    nothing, kept, everything = (sums_over(scores, name, "nll_nats") for name in ("no_context", arm, "native"))
     assert nothing is not None
     assert kept is not None
     assert everything is not None
@@ -355,16 +345,12 @@ def check_scores(scores: Sequence[DocumentScores]) -> None:
         BadInput: no documents; an arm on some only; arms with KL over different positions.
     """
     if not scores:
-        raise BadInput(
-            "no held-out documents were scored; give at least one that is not used in fitting"
-        )
+        raise BadInput("no held-out documents were scored; give at least one that is not used in fitting")
     names = set().union(*(document.arms for document in scores))
     for name in sorted(names):
         held = sum(name in document.arms for document in scores)
         if held < len(scores):
-            raise BadInput(
-                f"arm {name} is scored on {held} of {len(scores)} documents; score it on all"
-            )
+            raise BadInput(f"arm {name} is scored on {held} of {len(scores)} documents; score it on all")
     for number, document in enumerate(scores):
         check_positions(number, document)
 

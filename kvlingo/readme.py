@@ -48,14 +48,9 @@ def quality(report: Mapping[str, Any] | None) -> str:
         return "Not evaluated yet: run `kvlingo eval` before you rely on it."
     text = []
     if "verdict" in report:
-        text.append(
-            f"Verdict **{report['verdict']}** on {report.get('num_documents', '?')} held-out "
-            f"documents."
-        )
+        text.append(f"Verdict **{report['verdict']}** on {report.get('num_documents', '?')} held-out documents.")
     if report.get("plan"):
-        text.append(
-            f"Plan: {', '.join(f'{key} {value}' for key, value in report['plan'].items())}."
-        )
+        text.append(f"Plan: {', '.join(f'{key} {value}' for key, value in report['plan'].items())}.")
     if report.get("arms"):
         text.append(arms_table(report["arms"]))
     return "\n\n".join(text) or f"```json\n{json.dumps(report, indent=1)}\n```"
@@ -69,10 +64,7 @@ def arms_table(arms: Mapping[str, Mapping[str, Any]]) -> str:
         "share_kept": "share kept",
     }
     rows = [f"| arm | {' | '.join(metrics.values())} |", "|---" * (len(metrics) + 1) + "|"]
-    rows += [
-        f"| {arm} | {' | '.join(cell(of.get(metric)) for metric in metrics)} |"
-        for arm, of in arms.items()
-    ]
+    rows += [f"| {arm} | {' | '.join(cell(of.get(metric)) for metric in metrics)} |" for arm, of in arms.items()]
     return "\n".join(rows)
 
 

@@ -191,13 +191,9 @@ class Report:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise BadArtifact(
-                f"the report is not JSON ({error}); run the evaluation again"
-            ) from None
+            raise BadArtifact(f"the report is not JSON ({error}); run the evaluation again") from None
         if not isinstance(data, dict):
-            raise BadArtifact(
-                f"the report is a {type(data).__name__}, not an object; run the evaluation again"
-            )
+            raise BadArtifact(f"the report is a {type(data).__name__}, not an object; run the evaluation again")
         return cls.from_dict(data)
 
     def render(self, console: Console) -> None:
@@ -244,9 +240,7 @@ def positions_of_arms(
 ) -> dict[str, dict[str, Estimate | None] | None]:
     """Return every arm's KL at the first, the next seven and the later positions."""
     bands = {arm: kl_band_ratios(scores, arm) for arm in arm_order(scores)}
-    found = estimate_all(
-        {arm: ratios for arm, ratios in bands.items() if ratios is not None}, weights
-    )
+    found = estimate_all({arm: ratios for arm, ratios in bands.items() if ratios is not None}, weights)
     return {arm: found.get(arm) for arm in bands}
 
 
@@ -410,12 +404,8 @@ def arm_table(first: str) -> Table:
 
 def title(report: Report) -> str:
     """Name the pair and the size of the evidence."""
-    sides = " → ".join(
-        str(report.pair[side]) for side in ("source", "target") if side in report.pair
-    )
-    size = (
-        f"{report.num_documents} documents, {report.num_clusters} clusters, means [95 % intervals]"
-    )
+    sides = " → ".join(str(report.pair[side]) for side in ("source", "target") if side in report.pair)
+    size = f"{report.num_documents} documents, {report.num_clusters} clusters, means [95 % intervals]"
     return f"{sides}: {size}" if sides else size
 
 

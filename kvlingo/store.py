@@ -103,9 +103,7 @@ def save_translator(
         BadInput: the folder must not or can't be written, the disk is full, or weights are NaN.
     """
     if dtype not in get_args(StorageType):
-        raise BadInput(
-            f"unknown storage type {dtype!r}; choose one of {', '.join(get_args(StorageType))}"
-        )
+        raise BadInput(f"unknown storage type {dtype!r}; choose one of {', '.join(get_args(StorageType))}")
     folder = Path(folder).expanduser().resolve()
     refuse_to_replace(folder, overwrite)
     weights = to_safetensors(pack(translator, dtype))
@@ -159,8 +157,7 @@ def load_translator(
         translator.load_state_dict(unpack(load_file(file)))
     except (SafetensorError, RuntimeError) as error:
         raise BadArtifact(
-            f"{file} does not hold this translator's weights ({first_line(error)}); copy the "
-            f"folder again, or fit anew"
+            f"{file} does not hold this translator's weights ({first_line(error)}); copy the folder again, or fit anew"
         ) from error
     return translator.eval(), manifest
 
@@ -202,9 +199,7 @@ def pack(translator: nn.Module, dtype: StorageType) -> dict[str, Tensor]:
 
     Matrices take `dtype`; vectors, such as means and scales, stay float32, integers as they are.
     """
-    linear = {
-        f"{name}.weight" for name, m in translator.named_modules() if isinstance(m, nn.Linear)
-    }
+    linear = {f"{name}.weight" for name, m in translator.named_modules() if isinstance(m, nn.Linear)}
     stored: dict[str, Tensor] = {}
     for name, tensor in translator.state_dict().items():
         tensor = tensor.detach().cpu()
@@ -213,8 +208,7 @@ def pack(translator: nn.Module, dtype: StorageType) -> dict[str, Tensor]:
             continue
         if not tensor.isfinite().all():
             raise BadInput(
-                f"weight {name} holds NaN or infinity, so nothing was saved; fit anew with more "
-                f"damping or text"
+                f"weight {name} holds NaN or infinity, so nothing was saved; fit anew with more damping or text"
             )
         tensor = tensor.to(torch.float32, copy=True).contiguous()
         if tensor.ndim < 2 or dtype == "float32":
@@ -222,9 +216,7 @@ def pack(translator: nn.Module, dtype: StorageType) -> dict[str, Tensor]:
         elif dtype == "bfloat16":
             stored[name] = tensor.bfloat16()
         else:  # nn.Linear keeps [outputs, inputs], our own maps [..., inputs, outputs]
-            stored[name], stored[name + SCALE_SUFFIX] = quantise(
-                tensor, inputs=-1 if name in linear else -2
-            )
+            stored[name], stored[name + SCALE_SUFFIX] = quantise(tensor, inputs=-1 if name in linear else -2)
     return stored
 
 
@@ -261,15 +253,12 @@ def verify_weights(file: Path, expected: WeightsCard) -> None:
         raise BadArtifact(f"{file} is missing; copy the whole folder again, or fit anew")
     size = file.stat().st_size
     if size < expected.num_bytes:
-        raise BadArtifact(
-            f"{file} is truncated: {size} of {expected.num_bytes} bytes; copy or download it again"
-        )
+        raise BadArtifact(f"{file} is truncated: {size} of {expected.num_bytes} bytes; copy or download it again")
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != expected.sha256:
         raise BadArtifact(
-            f"{file} is damaged: SHA-256 {short(digest)}, expected {short(expected.sha256)}; copy "
-            f"or download it again"
+            f"{file} is damaged: SHA-256 {short(digest)}, expected {short(expected.sha256)}; copy or download it again"
         )
 
 
@@ -281,10 +270,7 @@ def refuse_to_replace(folder: Path, overwrite: bool) -> None:
     if taken and MANIFEST_FILE not in taken:
         raise BadInput(f"{folder} has a {taken[0]} that is no translator's; choose another folder")
     if taken and not overwrite:
-        raise BadInput(
-            f"{folder} already holds a translator; choose another folder, or overwrite it "
-            f"(overwrite=True)"
-        )
+        raise BadInput(f"{folder} already holds a translator; choose another folder, or overwrite it (overwrite=True)")
 
 
 # The hub
@@ -337,11 +323,7 @@ def download(repo_id: str, revision: str | None = None) -> Path:
     """Fetch a translator's three files into the hub client's cache, resuming an interrupted one."""
     client = hub()
     with clear_hub_errors(repo_id):
-        return Path(
-            client.snapshot_download(
-                repo_id, revision=revision, allow_patterns=list(ARTIFACT_FILES)
-            )
-        )
+        return Path(client.snapshot_download(repo_id, revision=revision, allow_patterns=list(ARTIFACT_FILES)))
 
 
 def hub() -> Any:

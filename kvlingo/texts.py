@@ -24,9 +24,7 @@ JSON_SUFFIXES = (".json", ".jsonl")
 
 _MIN_MODULE_CHARS = 400
 _MIN_COMMENT_LINES = 4
-_SKIPPED_FOLDERS = frozenset(
-    {"__pycache__", "dist-packages", "ensurepip", "lib2to3", "site-packages", "test", "tests"}
-)
+_SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "ensurepip", "lib2to3", "site-packages", "test", "tests"})
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 
 
@@ -197,14 +195,10 @@ def _files(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str]) -> 
     """Yield the files with one of `suffixes` under `folder`, hidden ones left out, sorted."""
 
     def fail(error: OSError) -> None:
-        raise BadInput(
-            f"can't read folder {error.filename}: {error.strerror}; check its permissions"
-        ) from error
+        raise BadInput(f"can't read folder {error.filename}: {error.strerror}; check its permissions") from error
 
     for root, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = sorted(
-            name for name in folders if not name.startswith(".") and name not in skipped
-        )
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
         for name in sorted(names):
             if not name.startswith(".") and name.lower().endswith(suffixes):
                 yield Path(root, name)
@@ -281,14 +275,11 @@ def _record(record: Any, path: Path, number: int) -> Document:
         )
     text = fields["text"] if "text" in fields else _contents(fields["messages"], place)
     if not isinstance(text, str) or not text.strip():
-        raise BadInput(
-            f"{place}: expected non-empty text, got {_shown(text)}; leave the record out"
-        )
+        raise BadInput(f"{place}: expected non-empty text, got {_shown(text)}; leave the record out")
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise BadInput(f"{place}: half of a surrogate pair is not text; correct the record")
     kind, cluster, name = (
-        str(fields.get(field, default))
-        for field, default in (("kind", "text"), ("cluster", place), ("name", place))
+        str(fields.get(field, default)) for field, default in (("kind", "text"), ("cluster", place), ("name", place))
     )
     return Document(text, kind, cluster, name)
 
@@ -296,9 +287,7 @@ def _record(record: Any, path: Path, number: int) -> Document:
 def _contents(messages: Any, place: str) -> str:
     """Return the contents of a chat, one paragraph a message; roles and templates are left out."""
     if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
-        raise BadInput(
-            f'{place}: expected "messages" to be a list of objects, got {_shown(messages)}'
-        )
+        raise BadInput(f'{place}: expected "messages" to be a list of objects, got {_shown(messages)}')
     contents = [_content(message.get("content"), place) for message in messages]
     return "\n\n".join(content for content in contents if content)
 
@@ -385,9 +374,7 @@ def _last_break(text: str, start: int, end: int) -> int:
     return end
 
 
-def split_documents(
-    documents: Sequence[Document], *, held_out_share: float, seed: int = 0
-) -> Split:
+def split_documents(documents: Sequence[Document], *, held_out_share: float, seed: int = 0) -> Split:
     """Hold out whole clusters, about `held_out_share` of the clusters of every kind.
 
     Which clusters is decided by a hash of (seed, cluster), so neither the order nor other documents
@@ -401,8 +388,7 @@ def split_documents(
     strata = _strata(documents)
     if sum(len(clusters) for clusters in strata) < 2:
         raise BadInput(
-            f"can't hold out documents: all {len(documents)} come from one file or book; "
-            "add texts from a second one"
+            f"can't hold out documents: all {len(documents)} come from one file or book; add texts from a second one"
         )
     chosen: set[str] = set()
     for clusters in strata:

@@ -19,7 +19,9 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if os.environ.get(REAL_MODELS, "0") != "0":
         return
-    skip = pytest.mark.skip(reason=f"needs real weights (about 350 MB); set {REAL_MODELS}=1, or to a folder of both, to run")
+    skip = pytest.mark.skip(
+        reason=f"needs real weights (about 350 MB); set {REAL_MODELS}=1, or to a folder of both, to run"
+    )
     for item in items:
         if item.get_closest_marker("real_model"):
             item.add_marker(skip)

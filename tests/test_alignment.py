@@ -60,9 +60,7 @@ TURNS = (
 # --- tiny tokenizers ---
 
 
-def trained(
-    pre_tokenizer: Any, normalizer: Any, alphabet: list[str], size: int
-) -> tuple[dict[str, int], list[Any]]:
+def trained(pre_tokenizer: Any, normalizer: Any, alphabet: list[str], size: int) -> tuple[dict[str, int], list[Any]]:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
     if normalizer is not None:
@@ -73,9 +71,7 @@ def trained(
     return model["vocab"], [tuple(merge) for merge in model["merges"]]
 
 
-def wrap(
-    tokenizer: Tokenizer, bos: str | None, specials: list[str], **names: Any
-) -> PreTrainedTokenizerFast:
+def wrap(tokenizer: Tokenizer, bos: str | None, specials: list[str], **names: Any) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in specials])
     if bos is not None:
         tokenizer.post_processor = TemplateProcessing(
@@ -84,39 +80,27 @@ def wrap(
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-def byte_level(
-    size: int = 400, bos: str | None = None, normalizer: Any = None
-) -> PreTrainedTokenizerFast:
+def byte_level(size: int = 400, bos: str | None = None, normalizer: Any = None) -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    vocab, merges = trained(
-        pre_tokenizers.ByteLevel(add_prefix_space=False), normalizer, alphabet, size
-    )
+    vocab, merges = trained(pre_tokenizers.ByteLevel(add_prefix_space=False), normalizer, alphabet, size)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     specials = ["<|im_start|>", "<|im_end|>"] + ([bos] if bos else [])
-    wrapped = wrap(
-        tokenizer, bos, specials, eos_token="<|im_end|>", pad_token="<|im_end|>", bos_token=bos
-    )
+    wrapped = wrap(tokenizer, bos, specials, eos_token="<|im_end|>", pad_token="<|im_end|>", bos_token=bos)
     wrapped.chat_template = CHATML
     return wrapped
 
 
-def sentencepiece(
-    *, prepend: bool = False, template: str | None = None, size: int = 330
-) -> PreTrainedTokenizerFast:
+def sentencepiece(*, prepend: bool = False, template: str | None = None, size: int = 330) -> PreTrainedTokenizerFast:
     """BPE over \u2581 with byte fallback, as Gemma; with `prepend` as Llama 2."""
     replace = normalizers.Replace(" ", "\u2581")
-    normalizer = (
-        normalizers.Sequence([normalizers.Prepend("\u2581"), replace]) if prepend else replace
-    )
+    normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), replace]) if prepend else replace
     split = pre_tokenizers.Split("\u2581", "merged_with_next")
     learned, merges = trained(split, replace, [], size - 260)
-    reserved = (
-        ["<reserved>"] if prepend else []
-    )  # so that no two of these tokenizers share their ids
+    reserved = ["<reserved>"] if prepend else []  # so that no two of these tokenizers share their ids
     pieces = [
         *reserved,
         "<pad>",
@@ -127,20 +111,14 @@ def sentencepiece(
         *learned,
     ]
     vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
-    )
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizer
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prepend else steps)
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    wrapped = wrap(
-        tokenizer, "<s>", ["<pad>", "<unk>", "<s>", "</s>", "<turn>", "</turn>"], **names
-    )
+    wrapped = wrap(tokenizer, "<s>", ["<pad>", "<unk>", "<s>", "</s>", "<turn>", "</turn>"], **names)
     if not prepend:
-        wrapped.add_tokens(
-            [AddedToken("\n\n", normalized=False), AddedToken("\t", normalized=False)]
-        )
+        wrapped.add_tokens([AddedToken("\n\n", normalized=False), AddedToken("\t", normalized=False)])
     wrapped.chat_template = template
     return wrapped
 
@@ -166,9 +144,7 @@ FRAGMENTS = st.sampled_from(
     ]
 )  # fmt: skip
 JUNK = st.binary(max_size=12).map(lambda data: data.decode(errors="replace"))
-ANYTHING = st.text(
-    st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=12
-)
+ANYTHING = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=12)
 TEXTS = st.lists(st.one_of(FRAGMENTS, JUNK, ANYTHING), max_size=10).map("".join)
 fuzz = settings(max_examples=60, deadline=None, derandomize=True)
 PAIRS = [
@@ -259,10 +235,7 @@ def test_reading_spells_the_text(name: str, text: str) -> None:
     assert verbatim(reading, text) or name == "llama"
     assert contents(reading)[0].split() == text.encode().split() or "<unk>" in text
     assert reading.ids == tuple(tokenizer(text)["input_ids"]) or not text
-    assert (
-        reading_of_ids(tokenizer, torch.tensor(reading.ids, dtype=torch.long)).stream
-        == reading.stream
-    )
+    assert reading_of_ids(tokenizer, torch.tensor(reading.ids, dtype=torch.long)).stream == reading.stream
 
 
 def test_text_of_the_default_content_is_between_the_special_tokens() -> None:
@@ -295,10 +268,7 @@ def test_ids_the_tokenizer_does_not_know_are_masked() -> None:
     assert contents(reading_of_ids(BYTES, [*ids, BYTES.eos_token_id, len(BYTES)])) == [b"a fox"]
     assert check_shape(reading, reading) == list(range(len(reading)))
     assert check_shape(reading, read_text(PIECES, "a fox"))[-1] == len(ids) - 1
-    assert (
-        check_shape(read_text(PIECES, "a fox"), reading)[-3:]
-        == [len(PIECES("a fox")["input_ids"]) - 1] * 3
-    )
+    assert check_shape(read_text(PIECES, "a fox"), reading)[-3:] == [len(PIECES("a fox")["input_ids"]) - 1] * 3
 
 
 @pytest.mark.parametrize("wrong", [-1, -100, 2**40])
@@ -468,8 +438,7 @@ def test_a_template_that_reads_contents() -> None:
 def test_a_dropped_message_has_an_empty_content() -> None:
     silent = byte_level()
     silent.chat_template = (
-        "{% for m in messages if m['role'] != 'system' %}"
-        "{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
+        "{% for m in messages if m['role'] != 'system' %}{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
     )
     chat = [{"role": "system", "content": "obey"}, {"role": "user", "content": "hi obey"}]
     assert contents(read_chat(silent, chat)) == [b"", b"hi obey"]
@@ -481,9 +450,7 @@ def test_a_dropped_message_has_an_empty_content() -> None:
 def test_refused_messages_name_the_reason() -> None:
     strict = byte_level()
     strict.chat_template = "{{ raise_exception('roles must\nalternate') }}"
-    with pytest.raises(
-        BadInput, match=r"^the chat template refuses these messages: roles must alternate$"
-    ):
+    with pytest.raises(BadInput, match=r"^the chat template refuses these messages: roles must alternate$"):
         read_chat(strict, [{"role": "user", "content": "x"}])
     with pytest.raises(BadInput, match="empty"):
         read_chat(BYTES, [])
@@ -493,16 +460,12 @@ def test_refused_messages_name_the_reason() -> None:
         read_chat(BYTES, [{"content": "x"}])
 
 
-@pytest.mark.parametrize(
-    "pair", [("bytes", "pieces"), ("pieces", "bytes"), ("bytes", "llama"), ("llama", "bytes")]
-)
+@pytest.mark.parametrize("pair", [("bytes", "pieces"), ("pieces", "bytes"), ("bytes", "llama"), ("llama", "bytes")])
 @fuzz
 @given(said=st.lists(TEXTS, min_size=1, max_size=4), cut=st.integers(0, 4))
 def test_chat_against_the_oracle(pair: tuple[str, str], said: list[str], cut: int) -> None:
     chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
-    source = read_chat(
-        ALL[pair[0]], chat[: max(1, len(chat) - cut)], add_generation_prompt=cut % 2 == 0
-    )
+    source = read_chat(ALL[pair[0]], chat[: max(1, len(chat) - cut)], add_generation_prompt=cut % 2 == 0)
     target = read_chat(ALL[pair[1]], chat)
     fed = check_shape(source, target)
     if "llama" in pair:
@@ -557,9 +520,7 @@ def test_templates_that_begin_alike_correspond() -> None:
     ends = [stop for _, stop in source.spans]
     fed = check_shape(source, target)
     shared = next(j for j in range(len(fed)) if source.spans[j] != target.spans[j])
-    assert fed[shared:] == [
-        next(i for i, e in enumerate(ends) if e >= stop) for _, stop in target.spans[shared:]
-    ]
+    assert fed[shared:] == [next(i for i, e in enumerate(ends) if e >= stop) for _, stop in target.spans[shared:]]
 
 
 def test_a_conversation_that_went_on() -> None:
@@ -604,9 +565,7 @@ def test_text_against_the_oracle(pair: tuple[str, str], text: str) -> None:
 @pytest.mark.parametrize("pair", PAIRS)
 @fuzz
 @given(text=TEXTS.filter(bool), share=st.floats(0, 1))
-def test_what_the_source_has_not_read_is_left_to_the_target(
-    pair: tuple[str, str], text: str, share: float
-) -> None:
+def test_what_the_source_has_not_read_is_left_to_the_target(pair: tuple[str, str], text: str, share: float) -> None:
     """Cut the source's ids anywhere, inside of characters too."""
     whole = read_text(ALL[pair[0]], text)
     cut = 1 + int(share * (len(whole) - 1))
@@ -651,10 +610,7 @@ def test_any_ids_align_with_the_text_they_decode_to(pair: tuple[str, str], ids: 
 def test_sampled_ids_are_not_tokenised_again() -> None:
     """A model may sample [" Han", "zi"] where its tokenizer would say [" H", "anzi"]."""
     pieces = [b"the", b" Han", b"zi", b" emperor"]
-    ids = [
-        BYTES.convert_tokens_to_ids(p.decode().replace(" ", "\u0120"))
-        for p in (b" Han", b"z", b"i")
-    ]
+    ids = [BYTES.convert_tokens_to_ids(p.decode().replace(" ", "\u0120")) for p in (b" Han", b"z", b"i")]
     assert None not in ids
     canonical = BYTES(" Hanzi")["input_ids"]
     assert ids != canonical
@@ -668,9 +624,7 @@ def test_sampled_ids_are_not_tokenised_again() -> None:
 
 def test_characters_split_over_tokens() -> None:
     emoji = "\U0001f98a"  # not in the corpus: one token a byte on either side
-    split = reading_of_ids(
-        PIECES, [PIECES.convert_tokens_to_ids(f"<0x{b:02X}>") for b in f"a{emoji}".encode()]
-    )
+    split = reading_of_ids(PIECES, [PIECES.convert_tokens_to_ids(f"<0x{b:02X}>") for b in f"a{emoji}".encode()])
     assert tokens(split) == [b"a", b"\xf0", b"\x9f", b"\xa6", b"\x8a"]
     whole = reading_of_ids(BYTES, BYTES(f"a{emoji}")["input_ids"])
     assert check_shape(split, whole) == naive(split, whole)
@@ -678,21 +632,15 @@ def test_characters_split_over_tokens() -> None:
 
 
 def test_normalisers_and_lookalike_spaces_line_up() -> None:
-    decomposed = unicodedata.normalize(
-        "NFD", "na\u00efve caf\u00e9 \uac00\ub098\ub2e4 fox \u1ec7 end"
-    )
+    decomposed = unicodedata.normalize("NFD", "na\u00efve caf\u00e9 \uac00\ub098\ub2e4 fox \u1ec7 end")
     composed = unicodedata.normalize("NFC", decomposed)
     source, target = read_text(BYTES, decomposed), read_text(NORMAL, decomposed)
     assert contents(target) == [composed.encode()]
     fed = check_shape(source, target)
     assert -1 not in fed
-    end = next(
-        j for j, (_, stop) in enumerate(target.spans) if target.stream[:stop].endswith(b" fox")
-    )
+    end = next(j for j, (_, stop) in enumerate(target.spans) if target.stream[:stop].endswith(b" fox"))
     assert source.stream[: source.spans[fed[end]][1]].endswith(b"fox")
-    marked = read_text(
-        PIECES, "a\u2581fox \u2581 dog"
-    )  # this tokenizer can't tell U+2581 from a space
+    marked = read_text(PIECES, "a\u2581fox \u2581 dog")  # this tokenizer can't tell U+2581 from a space
     assert contents(marked) == [b"a fox   dog"]
     back = check_shape(read_text(BYTES, "a\u2581fox \u2581 dog"), marked)
     assert back[-1] == len(read_text(BYTES, "a\u2581fox \u2581 dog")) - 1
@@ -700,17 +648,13 @@ def test_normalisers_and_lookalike_spaces_line_up() -> None:
 
 def test_different_texts_are_refused() -> None:
     source = read_text(BYTES, "The quick brown fox jumps over the lazy dog.")
-    target = read_text(
-        PIECES, "Nothing of this was ever seen by that source; another conversation!"
-    )
+    target = read_text(PIECES, "Nothing of this was ever seen by that source; another conversation!")
     with pytest.raises(BadInput, match=r"^content 0 differs between the two readings"):
         align(source, target)
 
 
 def test_an_empty_source_feeds_nothing() -> None:
-    assert check_shape(read_text(BYTES, ""), read_text(PIECES, "fox")) == [-1] * len(
-        read_text(PIECES, "fox")
-    )
+    assert check_shape(read_text(BYTES, ""), read_text(PIECES, "fox")) == [-1] * len(read_text(PIECES, "fox"))
     bos_only = read_text(TURNED, "")
     fed = check_shape(bos_only, read_text(PIECES, "fox"))
     assert fed == [0] + [-1] * (len(fed) - 1)
@@ -731,9 +675,7 @@ def test_last_at_source_start() -> None:
     assert last_at_source_start(align(source, target)) == inside >= 1
 
 
-@pytest.mark.parametrize(
-    "text", ["The quick brown fox \u6f22\u5b57. ", "a\u2581fox \u00e9 reads. "]
-)
+@pytest.mark.parametrize("text", ["The quick brown fox \u6f22\u5b57. ", "a\u2581fox \u00e9 reads. "])
 def test_long_texts_are_fast(text: str) -> None:
     source, target = read_text(BYTES, text * 4000), read_text(PIECES, text * 4000)
     assert len(target) > 32_000
@@ -754,9 +696,7 @@ def test_metaspace_and_unknown_tokens() -> None:
         [chr(c) for c in range(33, 127)],
         200,
     )
-    tokenizer = Tokenizer(
-        models.BPE(vocab={**vocab, "<unk>": len(vocab)}, merges=merges, unk_token="<unk>")
-    )
+    tokenizer = Tokenizer(models.BPE(vocab={**vocab, "<unk>": len(vocab)}, merges=merges, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     plain = wrap(tokenizer, None, ["<unk>"], unk_token="<unk>")
@@ -812,9 +752,7 @@ def test_equal_sizes_do_not_make_equal_tokenizers() -> None:
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(swapped)))
     assert len(other) == len(BYTES)
     assert tokenizer_relation(BYTES, other).kind == "different"
-    digits = json.loads(
-        BYTES.backend_tokenizer.to_str()
-    )  # the same vocabulary, cut up in another way
+    digits = json.loads(BYTES.backend_tokenizer.to_str())  # the same vocabulary, cut up in another way
     pre_tokenizer = {
         "type": "Sequence",
         "pretokenizers": [{"type": "Digits", "individual_digits": True}],

@@ -111,9 +111,7 @@ def loaded_by(code: str) -> set[str]:
     """Run `code` in a fresh interpreter; return which heavy packages it loaded."""
     tell = f"print('\\nloaded:', *(m for m in {HEAVY} if m in sys.modules))"
     code = f"import atexit, sys\natexit.register(lambda: {tell})\n{code}"
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO, timeout=60
-    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO, timeout=60)
     assert run.returncode == 0, run.stderr
     return set(run.stdout.rsplit("loaded:", 1)[1].split())
 
@@ -122,9 +120,7 @@ def test_import_is_light() -> None:
     assert loaded_by("import kvlingo; kvlingo.__version__") == set()
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["fit", "--help"], ["demo", "--help"]], ids=" ".join
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"], ["demo", "--help"]], ids=" ".join)
 def test_help_is_light(arguments: list[str]) -> None:
     code = f"sys.argv = {['kvlingo', *arguments]}\nfrom kvlingo.cli import main\nmain()"
     assert loaded_by(code) == set()

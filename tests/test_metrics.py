@@ -58,14 +58,10 @@ def logits_pair(*shape: int, scale: float = 3.0, seed: int = 0) -> tuple[Tensor,
     seed=st.integers(0, 99),
 )
 @settings(max_examples=40, deadline=None)
-def test_kl_and_nll_match_their_definitions(
-    rows: int, vocabulary: int, chunk: int, seed: int
-) -> None:
+def test_kl_and_nll_match_their_definitions(rows: int, vocabulary: int, chunk: int, seed: int) -> None:
     native, other = logits_pair(rows, vocabulary, seed=seed)
     ids = torch.randint(vocabulary, (rows,), generator=torch.Generator().manual_seed(seed))
-    assert kl_nats(native, other, chunk=chunk).tolist() == pytest.approx(
-        naive_kl(native, other), abs=1e-5
-    )
+    assert kl_nats(native, other, chunk=chunk).tolist() == pytest.approx(naive_kl(native, other), abs=1e-5)
     expected = [-math.log(row.double().softmax(0)[i]) for row, i in zip(other, ids, strict=True)]
     assert nll_nats(other, ids, chunk=chunk).tolist() == pytest.approx(expected, abs=1e-5)
 
@@ -97,9 +93,7 @@ def test_low_temperature_stays_finite() -> None:
     other.requires_grad_()
     values = kl_nats(native, other)
     masked_mean(values).backward()
-    expected = (
-        native.double().log_softmax(-1) - other.detach().double().log_softmax(-1)
-    ) * native.double().softmax(-1)
+    expected = (native.double().log_softmax(-1) - other.detach().double().log_softmax(-1)) * native.double().softmax(-1)
     torch.testing.assert_close(values.detach().double(), expected.sum(-1), rtol=1e-5, atol=1e-4)
     assert other.grad is not None
     assert other.grad.isfinite().all()
@@ -181,10 +175,7 @@ def loss_and_gradient(measure: Callable[[Tensor], Tensor], logits: Tensor) -> tu
 def test_chunks_change_neither_values_nor_gradients(chunk: int, dtype: torch.dtype) -> None:
     native, other = (x.to(dtype) for x in logits_pair(2, 11, 60))
     ids = torch.randint(60, (2, 11), generator=torch.Generator().manual_seed(0))
-    whole_kl = (
-        native.float().softmax(-1)
-        * (native.float().log_softmax(-1) - other.float().log_softmax(-1))
-    ).sum(-1)
+    whole_kl = (native.float().softmax(-1) * (native.float().log_softmax(-1) - other.float().log_softmax(-1))).sum(-1)
     torch.testing.assert_close(kl_nats(native, other, chunk=chunk), whole_kl, rtol=0, atol=1e-5)
     for measure in (
         lambda x, size: kl_nats(native, x, chunk=size),
@@ -199,9 +190,7 @@ def test_chunks_change_neither_values_nor_gradients(chunk: int, dtype: torch.dty
 def test_gradient_of_kl_is_the_difference_of_the_distributions() -> None:
     native, other = logits_pair(5, 30)
     _, gradient = loss_and_gradient(lambda x: kl_nats(native, x, chunk=2), other)
-    torch.testing.assert_close(
-        gradient, (other.softmax(-1) - native.softmax(-1)) / 5, rtol=0, atol=FP32
-    )
+    torch.testing.assert_close(gradient, (other.softmax(-1) - native.softmax(-1)) / 5, rtol=0, atol=FP32)
 
 
 def test_logits_read_in_inference_mode_can_be_learned_from() -> None:
@@ -236,8 +225,7 @@ def test_no_float32_copy_of_all_logits_forward_or_backward() -> None:
     other.requires_grad_()
     with LargestFloat32() as largest:
         masked_mean(
-            kl_nats(native, other, chunk=4)
-            + nll_nats(other, torch.zeros(40, dtype=torch.long), chunk=4)
+            kl_nats(native, other, chunk=4) + nll_nats(other, torch.zeros(40, dtype=torch.long), chunk=4)
         ).backward()
     assert 0 < largest.numbers <= 4 * 500
 
@@ -384,14 +372,9 @@ def naive_bootstrap(
 @pytest.mark.parametrize("num_clusters", [1, 3, 5, 6, 12])
 def test_bootstrap_agrees_with_a_naive_loop(num_clusters: int) -> None:
     rng = random.Random(num_clusters)
-    clusters = [
-        f"book {rng.randrange(num_clusters) if i >= num_clusters else i}" for i in range(40)
-    ]
+    clusters = [f"book {rng.randrange(num_clusters) if i >= num_clusters else i}" for i in range(40)]
     denominators = [float(rng.randrange(10, 60)) for _ in clusters]
-    numerators = [
-        d * (1 + rng.random() + 0.1 * int(c.split()[1]))
-        for c, d in zip(clusters, denominators, strict=True)
-    ]
+    numerators = [d * (1 + rng.random() + 0.1 * int(c.split()[1])) for c, d in zip(clusters, denominators, strict=True)]
     low, high = naive_bootstrap(clusters, numerators, denominators, two_stage=num_clusters < 6)
     ratio = (torch.tensor(numerators).double(), torch.tensor(denominators).double())
     result = estimate(ratio, cluster_bootstrap(clusters, resamples=4000, seed=1))
@@ -435,9 +418,7 @@ def test_intervals_cover_the_truth() -> None:
     weights = cluster_bootstrap(clusters, resamples=500)
     hits = 0
     for _ in range(200):
-        effect = torch.randn(20, generator=generator).repeat_interleave(3) + torch.randn(
-            60, generator=generator
-        )
+        effect = torch.randn(20, generator=generator).repeat_interleave(3) + torch.randn(60, generator=generator)
         result = estimate((effect.double(), torch.ones(60).double()), weights)
         assert result is not None
         assert result["low"] is not None
@@ -451,9 +432,7 @@ def test_bootstrap_of_a_whole_evaluation_is_quick() -> None:
     start = time.perf_counter()
     weights = cluster_bootstrap([f"{i % 12}" for i in range(50)])
     estimates({i: (documents, documents + i) for i in range(9 * 9)}, weights)
-    assert (
-        time.perf_counter() - start < 2.0
-    )  # 0.02 s on an idle machine; the bound leaves room for a busy one
+    assert time.perf_counter() - start < 2.0  # 0.02 s on an idle machine; the bound leaves room for a busy one
 
 
 def test_estimate_without_a_positive_denominator_does_not_exist() -> None:

@@ -79,14 +79,10 @@ def test_a_clear_winner_passes() -> None:
 
 
 def test_a_random_translator_that_ties_its_controls_fails() -> None:
-    report = report_on(
-        synthetic({**WINNER, "translated": 2.0, "token_only": 2.0, "wrong_document": 2.0})
-    )
+    report = report_on(synthetic({**WINNER, "translated": 2.0, "token_only": 2.0, "wrong_document": 2.0}))
     assert report.verdict == "FAIL"
     assert not report.passed
-    assert [arm for arm in CONTROLS if any(arm in reason for reason in report.reasons)] == list(
-        CONTROLS
-    )
+    assert [arm for arm in CONTROLS if any(arm in reason for reason in report.reasons)] == list(CONTROLS)
 
 
 @pytest.mark.parametrize("control", CONTROLS)
@@ -116,12 +112,8 @@ def test_optional_arms_may_be_missing() -> None:
 def test_a_swapped_sign_of_the_paired_difference_would_be_caught() -> None:
     better = report_on(constant({**WINNER, "translated": 0.1, "token_only": 0.5}))
     worse = report_on(constant({**WINNER, "translated": 0.5, "token_only": 0.1}))
-    assert better.paired["token_only"]["kl_difference_nats"] == pytest.approx(
-        {"mean": 0.4, "low": 0.4, "high": 0.4}
-    )
-    assert worse.paired["token_only"]["kl_difference_nats"] == pytest.approx(
-        {"mean": -0.4, "low": -0.4, "high": -0.4}
-    )
+    assert better.paired["token_only"]["kl_difference_nats"] == pytest.approx({"mean": 0.4, "low": 0.4, "high": 0.4})
+    assert worse.paired["token_only"]["kl_difference_nats"] == pytest.approx({"mean": -0.4, "low": -0.4, "high": -0.4})
     assert (better.verdict, worse.verdict) == ("PASS", "FAIL")
     assert len(worse.reasons) == 1
     assert "token_only (KL difference -0.400" in worse.reasons[0]
@@ -147,9 +139,7 @@ def test_pairing_finds_a_small_gain_that_unpaired_intervals_hide() -> None:
     for document in scores:
         for arm in ("translated", "token_only"):
             hard = torch.full((POSITIONS,), float(len(document.cluster)) * document.num_bytes / 100)
-            document.arms[arm] = ArmScores(
-                hard, hard + 0.05 * (arm == "token_only"), torch.ones(POSITIONS)
-            )
+            document.arms[arm] = ArmScores(hard, hard + 0.05 * (arm == "token_only"), torch.ones(POSITIONS))
         for arm in ("tail_only", "wrong_document", "random_map"):
             document.arms[arm] = ArmScores(hard, hard + 9, torch.ones(POSITIONS))
     report = report_on(scores)
@@ -228,9 +218,7 @@ def test_figures_by_kind_and_position() -> None:
     report = report_on(synthetic(WINNER))
     assert tuple(report.by_kind) == tuple(sorted(KINDS))
     assert sum(kind["num_documents"] for kind in report.by_kind.values()) == 24
-    assert report.by_kind["novel"]["arms"]["translated"]["kl_nats"]["mean"] == pytest.approx(
-        0.15, abs=0.05
-    )
+    assert report.by_kind["novel"]["arms"]["translated"]["kl_nats"]["mean"] == pytest.approx(0.15, abs=0.05)
     assert report.kl_by_position["source_alone"] is None
     bands = report.kl_by_position["translated"]
     assert bands is not None

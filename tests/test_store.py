@@ -102,9 +102,7 @@ def same_state(left: torch.nn.Module, right: torch.nn.Module) -> None:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {
-        f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()
-    }
+    return {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
 def names(folder: Path) -> list[str]:
@@ -146,9 +144,7 @@ def test_bfloat16_rounds_matrices_only(tmp_path: Path, options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_int8_is_off_by_half_a_step_of_its_output_at_most(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_int8_is_off_by_half_a_step_of_its_output_at_most(tmp_path: Path, options: dict[str, Any]) -> None:
     translator = make_translator(**options)
     save_translator(tmp_path / "t", translator, MANIFEST, dtype="int8")
     loaded = load_translator(tmp_path / "t")[0].state_dict()
@@ -187,9 +183,7 @@ def test_quantising_twice_changes_nothing_more(seed: int, size: float) -> None:
 def test_storage_sizes(tmp_path: Path) -> None:
     config = replace(make_translator().config, residual_width=256)
     sizes = [
-        save_translator(
-            tmp_path / dtype, Translator(config), MANIFEST, dtype=dtype
-        ).weights.num_bytes
+        save_translator(tmp_path / dtype, Translator(config), MANIFEST, dtype=dtype).weights.num_bytes
         for dtype in ("float32", "bfloat16", "int8")
     ]
     assert sizes[1] < 0.6 * sizes[0]
@@ -211,9 +205,7 @@ def test_the_state_saved_is_left_alone(tmp_path: Path) -> None:
     before = {name: tensor.clone() for name, tensor in translator.state_dict().items()}
     for dtype in ("float32", "bfloat16", "int8"):
         save_translator(tmp_path / dtype, translator, MANIFEST, dtype=dtype)
-    assert all(
-        torch.equal(before[name], tensor) for name, tensor in translator.state_dict().items()
-    )
+    assert all(torch.equal(before[name], tensor) for name, tensor in translator.state_dict().items())
 
 
 def test_a_loaded_model_describes_itself(folder: Path) -> None:
@@ -253,9 +245,7 @@ def test_wrong_models(folder: Path) -> None:
 
 def test_the_same_name_with_other_weights_is_another_model(folder: Path) -> None:
     retrained = replace(SOURCE, fingerprint="later-weights")
-    assert "later-weight" in refusal(
-        IncompatiblePair, lambda: load_translator(folder, source=retrained, target=TARGET)
-    )
+    assert "later-weight" in refusal(IncompatiblePair, lambda: load_translator(folder, source=retrained, target=TARGET))
 
 
 def test_the_same_weights_under_another_name_are_the_same_model(folder: Path) -> None:
@@ -271,9 +261,7 @@ def test_swapped_sides(folder: Path, source: ModelCard | None, target: ModelCard
     for allow in (False, True):
         message = refusal(
             IncompatiblePair,
-            lambda allow=allow: load_translator(
-                folder, source=source, target=target, allow_mismatch=allow
-            ),
+            lambda allow=allow: load_translator(folder, source=source, target=target, allow_mismatch=allow),
         )
         assert "swapped" in message
 
@@ -294,9 +282,7 @@ def test_another_tokenizer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"fingerprint": "tuned"}, {"tokenizer_hash": "patched"}])
-def test_a_mismatch_can_be_allowed_and_is_warned_about(
-    folder: Path, change: dict[str, str]
-) -> None:
+def test_a_mismatch_can_be_allowed_and_is_warned_about(folder: Path, change: dict[str, str]) -> None:
     with pytest.warns(UserWarning, match="evaluate before use") as caught:
         load_translator(folder, source=replace(SOURCE, **change), allow_mismatch=True)
     assert len(caught) == 1
@@ -371,9 +357,7 @@ def test_a_newer_format(folder: Path, reseal: bool) -> None:
     assert "pip install -U kvlingo" in message
 
 
-@pytest.mark.parametrize(
-    "text", [b"[]", b"{}", b"3", b'{"manifest": {}}', b'{"manifest": {"format_version": "1"}}']
-)
+@pytest.mark.parametrize("text", [b"[]", b"{}", b"3", b'{"manifest": {}}', b'{"manifest": {"format_version": "1"}}'])
 def test_json_of_another_program(folder: Path, text: bytes) -> None:
     (folder / "translator.json").write_bytes(text)
     assert "no translator" in refusal(BadArtifact, lambda: load_translator(folder))
@@ -396,9 +380,7 @@ def test_junk_for_json(folder: Path, text: bytes) -> None:
         lambda d: d.pop("translator"),
     ],
 )
-def test_a_strange_but_sealed_manifest(
-    folder: Path, change: Callable[[dict[str, Any]], None]
-) -> None:
+def test_a_strange_but_sealed_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     edit(folder, change, reseal=True)
     assert "fit anew" in refusal(BadArtifact, lambda: load_translator(folder))
 
@@ -414,23 +396,17 @@ def test_weights_of_another_translator(folder: Path, tmp_path: Path) -> None:
 
 def test_missing_files(folder: Path, tmp_path: Path) -> None:
     (folder / "translator.safetensors").unlink()
-    assert "translator.safetensors is missing" in refusal(
-        BadArtifact, lambda: load_translator(folder)
-    )
+    assert "translator.safetensors is missing" in refusal(BadArtifact, lambda: load_translator(folder))
     (folder / "translator.json").unlink()
     assert "no translator.json" in refusal(BadArtifact, lambda: load_translator(folder))
-    assert "there is no folder" in refusal(
-        BadArtifact, lambda: load_translator(tmp_path / "nowhere")
-    )
+    assert "there is no folder" in refusal(BadArtifact, lambda: load_translator(tmp_path / "nowhere"))
 
 
 def test_not_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "translator.json"
     file.write_text("{}")
     assert "is a file" in refusal(BadArtifact, lambda: load_translator(file))
-    assert "is a file" in refusal(
-        BadInput, lambda: save_translator(file, make_translator(), MANIFEST)
-    )
+    assert "is a file" in refusal(BadInput, lambda: save_translator(file, make_translator(), MANIFEST))
 
 
 # What a save replaces, and what a failed one leaves behind
@@ -463,9 +439,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     for overwrite in (False, True):
         message = refusal(
             BadInput,
-            lambda overwrite=overwrite: save_translator(
-                tmp_path, make_translator(), MANIFEST, overwrite=overwrite
-            ),
+            lambda overwrite=overwrite: save_translator(tmp_path, make_translator(), MANIFEST, overwrite=overwrite),
         )
         assert "README.md" in message
     assert snapshot(tmp_path) == {"README.md": b"my project"}
@@ -525,9 +499,7 @@ def break_at(step: str, failure: Callable[..., None], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(
-    ("failure", "seen"), [(full_disk, BadInput), (interrupt, KeyboardInterrupt)]
-)
+@pytest.mark.parametrize(("failure", "seen"), [(full_disk, BadInput), (interrupt, KeyboardInterrupt)])
 @pytest.mark.parametrize("existing", [True, False])
 def test_a_failed_save_changes_nothing(
     folder: Path,
@@ -551,15 +523,11 @@ def test_a_failed_save_changes_nothing(
     assert names(folder.parent) == ([folder.name] if existing else [])
 
 
-def test_an_interrupt_after_the_swap_leaves_the_new_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_after_the_swap_leaves_the_new_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "loss.json").write_text("[1]")
     newer = make_translator()
     sync = files.sync_folder
-    monkeypatch.setattr(
-        files, "sync_folder", lambda p: interrupt() if p == folder.parent else sync(p)
-    )
+    monkeypatch.setattr(files, "sync_folder", lambda p: interrupt() if p == folder.parent else sync(p))
     with pytest.raises(KeyboardInterrupt):
         save_translator(folder, newer, MANIFEST, overwrite=True)
     same_state(newer, load_translator(folder)[0])
@@ -569,9 +537,7 @@ def test_an_interrupt_after_the_swap_leaves_the_new_one(
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    message = refusal(
-        BadInput, lambda: save_translator(tmp_path / "file" / "t", make_translator(), MANIFEST)
-    )
+    message = refusal(BadInput, lambda: save_translator(tmp_path / "file" / "t", make_translator(), MANIFEST))
     assert "can't write" in message
 
 
@@ -638,15 +604,11 @@ class FakeHub:
         (self.root / repo_id).mkdir(parents=True, exist_ok=exist_ok)
         return f"hub:{repo_id}"
 
-    def upload_folder(
-        self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], commit_message: str
-    ) -> None:
+    def upload_folder(self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], commit_message: str) -> None:
         for name in allow_patterns:
             shutil.copy(folder_path / name, self.root / repo_id)
 
-    def snapshot_download(
-        self, repo_id: str, *, revision: str | None, allow_patterns: list[str]
-    ) -> str:
+    def snapshot_download(self, repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         class RepositoryNotFoundError(Exception):
             pass
 
@@ -704,6 +666,4 @@ def test_the_real_client_without_a_network() -> None:
 
 
 def test_the_weights_file_is_plain_safetensors(folder: Path) -> None:
-    assert (
-        load_file(folder / "translator.safetensors").keys() == make_translator().state_dict().keys()
-    )
+    assert load_file(folder / "translator.safetensors").keys() == make_translator().state_dict().keys()

@@ -118,9 +118,7 @@ def test_written_documents_are_read_back(tmp_path: Path) -> None:
         ("a.jsonl", b'{"messages": [{"content": 3}]}', 'expected "content" to be text'),
     ],
 )
-def test_bad_files_are_refused_in_one_line(
-    tmp_path: Path, name: str, data: bytes, message: str
-) -> None:
+def test_bad_files_are_refused_in_one_line(tmp_path: Path, name: str, data: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(BadInput, match=message) as caught:
         documents_from_paths([tmp_path / name])
@@ -193,9 +191,7 @@ def test_split_of_single_clusters_pools_them() -> None:
         ([document("a b", "x"), document("a  b\n", "y")], 0.5, "same text is held out and trained"),
     ],
 )
-def test_impossible_splits_are_refused(
-    documents: list[Document], share: float, message: str
-) -> None:
+def test_impossible_splits_are_refused(documents: list[Document], share: float, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         split_documents(documents, held_out_share=share)
 
