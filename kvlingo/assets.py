@@ -16,7 +16,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -267,13 +267,12 @@ class _Fetch:
 
 
 def _num_bytes(folder: Path) -> int:
-    """Return the size of the files under `folder`; files may come and go meanwhile."""
+    """Return the size of the files under `folder`; files and folders may come and go meanwhile."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.lstat().st_size if path.is_file() else 0
-        except OSError:
-            continue
+    for place, _, names in os.walk(folder):  # skips what it can't list any more, where Path.rglob raises
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
     return total
 
 

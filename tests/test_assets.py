@@ -211,3 +211,12 @@ def test_no_host_is_named() -> None:
         assert len(model.sha256) == 64
         for wheel in (*model.parts, model.licence):
             assert wheel.requirement.count("==") == 1
+
+
+def test_a_folder_that_vanishes_while_pip_works_has_no_bytes(tmp_path: Path) -> None:
+    """pip removes its temporary folders while their growth is being watched."""
+    (tmp_path / "file").write_bytes(b"12345")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "more").write_bytes(b"123")
+    assert assets._num_bytes(tmp_path) == 8
+    assert assets._num_bytes(tmp_path / "gone") == 0
