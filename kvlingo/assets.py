@@ -272,7 +272,7 @@ def _num_bytes(folder: Path) -> int:
     for place, _, names in os.walk(folder):  # skips what it can't list any more, where Path.rglob raises
         for name in names:
             with suppress(OSError):
-                total += os.lstat(os.path.join(place, name)).st_size
+                total += (Path(place) / name).lstat().st_size
     return total
 
 

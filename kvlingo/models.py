@@ -300,9 +300,12 @@ def convert_gguf(file: Path, cache_dir: Path | None = None) -> Path:
     if folder.is_dir():
         return folder
     try:
+        import accelerate  # noqa: F401 - transformers asks for both
         import gguf  # noqa: F401
     except ImportError as error:
-        raise MissingExtra("reading .gguf files needs the gguf package: pip install 'kvlingo[gguf]'") from error
+        raise MissingExtra(
+            "reading .gguf files needs the gguf and accelerate packages: pip install 'kvlingo[gguf]'"
+        ) from error
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
         with _clear_load_errors(str(file)):
