@@ -122,7 +122,7 @@ def reverse() -> str:
 
 def demo_times() -> str:
     """Return the demo's times to first token."""
-    demo = load("demo")
+    demo = load("demo") or load("demo-quick")
     if demo is None:
         return "Not measured yet.\n"
     lines = ["| direction | tokens | hand-over, ms | re-prefill, ms | ratio |", "|---|---|---|---|---|"]
