@@ -79,14 +79,14 @@ class DemoPlan:
 
 FULL = DemoPlan(
     both_ways=True,
-    fit=FitOptions(tokens=30_000, held_out_examples=6, dampings=(1e-1, 1e-2, 1e-3), key_norm=False),
+    fit=FitOptions(tokens=30_000, held_out_examples=6, dampings=(1e-1, 1e-2, 1e-3)),
     distill=DistillOptions(minutes=2.0, context_tokens=(64, 128, 192, 256), judged_examples=8, judged_context=(192,)),
     evaluation=EvaluationOptions(documents=20, passkeys=8, attention_documents=4),
     timed_tokens=(512, 1024, 2048),
 )
 QUICK = DemoPlan(
     both_ways=False,
-    fit=FitOptions(tokens=10_000, shift=0, held_out_examples=4, dampings=(1e-1, 1e-2), key_norm=False),
+    fit=FitOptions(tokens=14_000, shift=0, held_out_examples=4, dampings=(1e-1, 1e-2)),
     distill=DistillOptions(minutes=0.75, context_tokens=(64, 128, 192), judged_examples=6, judged_context=(128,)),
     evaluation=EvaluationOptions(documents=10, passkeys=0, attention_documents=2),
     timed_tokens=(512,),
