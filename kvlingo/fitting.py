@@ -183,7 +183,7 @@ class Collector:
         """Return statistics of no tokens, with every product that any choice may need."""
         config = self.config
         per_layer = [candidate_blocks(config, layer, self.options) for layer in range(len(config.target))]
-        pairs = {(min(a, b), max(a, b)) for blocks in per_layer for a in blocks for b in blocks}
+        pairs = {(a, b) for blocks in per_layer for a in blocks for b in blocks}
         outputs = {f"target/{layer}": config.target.layers[layer].width for layer in range(len(config.target))}
         pairs |= {(a, f"target/{layer}") for layer, blocks in enumerate(per_layer) for a in blocks}
         dims = {name: config.width(name) for name in self.features} | outputs
@@ -278,8 +278,9 @@ def candidate_centres(config: TranslatorConfig, layer: int, shift: int) -> tuple
 
 
 def feature_names(config: TranslatorConfig, options: FitOptions) -> tuple[str, ...]:
-    """Return all feature blocks of all layers."""
-    return tuple(sorted({b for i in range(len(config.target)) for b in candidate_blocks(config, i, options)}))
+    """Return all feature blocks of all layers, neighbours side by side: source layers in order, then embeddings."""
+    names = {b for i in range(len(config.target)) for b in candidate_blocks(config, i, options)}
+    return tuple(sorted(names, key=lambda name: (name.startswith("embedding"), [int(x) for x in name.split("/")[1:]])))
 
 
 def interleave(streams: Sequence[Iterable[Example]]) -> Iterable[Example]:

@@ -7,6 +7,7 @@ float64; memory depends on the blocks only, never on the number of tokens. Stati
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,20 +68,46 @@ class Moments:
     tokens: int
 
 
+def partners_in_order(names: Sequence[str], pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return, for each block that is first of a pair in the order of `names`, the second ones in that order."""
+    place = {name: i for i, name in enumerate(names)}
+    ordered = sorted({(min(place[a], place[b]), max(place[a], place[b])) for a, b in pairs})
+    partners: dict[str, list[str]] = {}
+    for a, b in ordered:
+        partners.setdefault(names[a], []).append(names[b])
+    return partners
+
+
+def column_ranges(dims: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return where each block's columns stand when all blocks stand side by side: [first, last)."""
+    ends = list(itertools.accumulate(dims.values()))
+    return {name: (end - width, end) for (name, width), end in zip(dims.items(), ends, strict=True)}
+
+
+def runs(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join ranges that follow each other without a gap."""
+    joined: list[tuple[int, int]] = []
+    for first, last in ranges:
+        if joined and joined[-1][1] == first:
+            joined[-1] = (joined[-1][0], last)
+        else:
+            joined.append((first, last))
+    return joined
+
+
 class GramStats:
     """n, sums, XᵀX and XᵀY of named column blocks, accumulated over a stream of tokens.
 
     Args:
         dims: columns of each block.
-        pairs: the block pairs (a, b) whose product aᵀb is kept.
+        pairs: the block pairs (a, b), in either order, whose product aᵀb is kept.
         squares: blocks whose per-column sum of squares is kept (outputs).
     """
 
     def __init__(self, dims: Mapping[str, int], pairs: Iterable[tuple[str, str]], squares: Sequence[str]) -> None:
         self.dims = dict(dims)
-        self.partners: dict[str, list[str]] = {}
-        for a, b in sorted(set(pairs)):
-            self.partners.setdefault(a, []).append(b)
+        self.partners = partners_in_order(tuple(self.dims), pairs)
+        self.columns = column_ranges(self.dims)
         self._waiting: list[dict[str, Tensor]] = []
         self.summed_tokens = 0
         self.is_whole = True
@@ -109,14 +136,23 @@ class GramStats:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        columns = {name: torch.cat([b[name] for b in waiting]).to(torch.float64) for name in self.dims}
-        self.summed_tokens += next(iter(columns.values())).shape[0]
-        for name, x in columns.items():
-            self.sums[name] += x.sum(0)
+        tokens = sum(next(iter(b.values())).shape[0] for b in waiting)
+        # One matrix of all columns: partners that lie side by side in it are multiplied at once, without a copy.
+        columns = torch.empty(tokens, sum(self.dims.values()), dtype=torch.float64)
+        for name, (first, last) in self.columns.items():
+            torch.cat([b[name].to(torch.float64) for b in waiting], out=columns[:, first:last])
+        self.summed_tokens += tokens
+        for name, (first, last) in self.columns.items():
+            self.sums[name] += columns[:, first:last].sum(0)
         for name in self.squares:
-            self.squares[name] += columns[name].square().sum(0)
+            first, last = self.columns[name]
+            self.squares[name] += columns[:, first:last].square().sum(0)
         for a, bs in self.partners.items():
-            self.products[a].addmm_(columns[a].T, torch.cat([columns[b] for b in bs], dim=1))
+            left = columns[:, slice(*self.columns[a])].T
+            place = 0
+            for first, last in runs([self.columns[b] for b in bs]):
+                self.products[a][:, place : place + last - first].addmm_(left, columns[:, first:last])
+                place += last - first
 
     @property
     def tokens(self) -> int:
@@ -135,7 +171,8 @@ class GramStats:
         return self
 
     def _tensors(self) -> dict[str, Tensor]:
-        groups = {"sum": self.sums, "square": self.squares, "product": self.products}
+        # Named for the order of their columns: sums of another order must not be taken for these.
+        groups = {"sum": self.sums, "square": self.squares, "product-in-order": self.products}
         return {f"{group}:{name}": x for group, named in groups.items() for name, x in named.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
