@@ -33,7 +33,14 @@ from kvlingo.store import Manifest, ModelCard, load_translator, save_translator
 from kvlingo.texts import Document, split_documents
 from kvlingo.translator import Translator
 
-FIT = FitOptions(tokens=120_000)
+FIT = FitOptions(
+    tokens=200_000,
+    shift=0,
+    source_lags=(0, 1),
+    embedding_lags=(0, 1, 2),
+    dampings=(1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4),
+    held_out_examples=16,
+)
 DISTILL = DistillOptions(
     minutes=22.0,
     batch=8,
