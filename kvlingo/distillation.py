@@ -99,7 +99,11 @@ Report = Callable[[dict[str, Any]], None]
 
 @dataclass
 class Coordinate:
-    """One trained parameter in better coordinates: parameter = base + left @ delta * right."""
+    """One trained parameter in better coordinates: parameter = base + left @ delta * right.
+
+    `left` may be in bfloat16, where processors multiply several times as fast: base and delta keep float32, so its rounding
+    changes the size of a step a little and never adds up.
+    """
 
     parameter: nn.Parameter
     base: Tensor
@@ -114,18 +118,25 @@ class Coordinate:
             raise RuntimeError("a map got no gradient: the translated cache does not reach the loss")
         if self.right is not None:
             gradient = gradient * self.right
-        self.delta.grad = gradient if self.left is None else self.left.T @ gradient
+        self.delta.grad = gradient if self.left is None else product(self.left.T, gradient)
         self.parameter.grad = None
 
     @torch.no_grad()
     def push_value(self) -> None:
         """Set the parameter from delta."""
-        moved = self.delta if self.left is None else self.left @ self.delta
+        moved = self.delta if self.left is None else product(self.left, self.delta)
         self.parameter.copy_(self.base + (moved if self.right is None else moved * self.right))
 
 
-def coordinates(translator: Translator, stats: GramStats, options: DistillOptions) -> list[Coordinate]:
-    """Whiten every map's inputs and scale its outputs to unit variance.
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply in the left matrix' dtype; return the right one's."""
+    return (left @ right.to(left.dtype)).to(right.dtype)
+
+
+def coordinates(
+    translator: Translator, stats: GramStats, options: DistillOptions, *, dtype: torch.dtype | None = None
+) -> list[Coordinate]:
+    """Whiten every map's inputs and scale its outputs to unit variance, multiplying in `dtype`.
 
     With the features' correlation matrix C = L Lᵀ, left = L⁻ᵀ makes the inputs white; right is the outputs' standard
     deviation. Both are merged into the weights at every step: nothing of this is left after training.
@@ -140,7 +151,8 @@ def coordinates(translator: Translator, stats: GramStats, options: DistillOption
         if whitened:
             lower, _ = factor(moments.gram, options.whitening_damping)
             eye = torch.eye(len(lower), dtype=lower.dtype)
-            left = torch.linalg.solve_triangular(lower.T, eye, upper=True).to(layer_map.bias)
+            left = torch.linalg.solve_triangular(lower.T, eye, upper=True)
+            left = left.to(layer_map.bias.device, dtype or layer_map.bias.dtype)
         for name, parameter in layer_map.named_parameters():
             takes_left = name in ("linear.weight", "linear.down")
             ends_in_outputs = parameter.shape[-1] == len(scale) and name != "residual.leave.weight"
@@ -224,7 +236,10 @@ class Run:
         self.training, self.options, self.report = training, options, report
         self.file = None if work_dir is None else work_dir / "distillation.safetensors"
         self.view = small_vocabulary(target, self.training, options.vocabulary)
-        self.coordinates = coordinates(translator, stats, options)
+        # A target in bfloat16 says that this machine is fast in it, and reads translated keys and values in it anyway.
+        is_fast = target.dtype == torch.bfloat16
+        translator.multiply_in_bfloat16(is_fast)
+        self.coordinates = coordinates(translator, stats, options, dtype=torch.bfloat16 if is_fast else None)
         self.optimizer = torch.optim.AdamW(
             [c.delta for c in self.coordinates], lr=options.learning_rate, weight_decay=0.0
         )
@@ -258,6 +273,7 @@ class Run:
             self.judge(judged)
         self.checkpoint()
         self.translator.load_state_dict(self.best)
+        self.translator.multiply_in_bfloat16(False)
         return Distilled(self.translator.eval(), self.curve, self.best_step, self.step, self.seconds)
 
     def progress(self) -> float:

@@ -144,12 +144,14 @@ class LayerMap(nn.Module):
     """Map one target layer's features [tokens, features] to its keys and values.
 
     Features are standardised first (their scales differ by orders of magnitude), so that weights quantise well and one
-    learning rate fits all.
+    learning rate fits all. With `multiplies_in_bfloat16` only the matrix products are rounded: standardising and the
+    weights stay as they are.
     """
 
     feature_mean: Tensor
     feature_scale: Tensor
     key_norm_weight: Tensor
+    multiplies_in_bfloat16: bool = False
 
     def __init__(self, config: TranslatorConfig, layer: int) -> None:
         super().__init__()
@@ -168,10 +170,11 @@ class LayerMap(nn.Module):
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return position-free keys and values, each [1, kv_heads, tokens, dim]."""
         x = (features - self.feature_mean) / self.feature_scale
-        y = self.linear(x) + self.bias
-        if self.residual is not None:
-            y = y + self.residual(x)
-        return self.finish(y)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.multiplies_in_bfloat16):
+            y = self.linear(x)
+            if self.residual is not None:
+                y = y + self.residual(x)
+        return self.finish(y.to(self.bias.dtype) + self.bias)
 
     def finish(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Split outputs [tokens, width] into heads and let the target's own key norm finish the keys."""
@@ -342,6 +345,12 @@ class Translator(nn.Module):
             keys.append(k)
             values.append(v)
         return KV(tuple(keys), tuple(values), tokens)
+
+    def multiply_in_bfloat16(self, on: bool) -> None:
+        """Round the maps' matrix products to bfloat16, or stop doing so: a fast mode for training, never saved."""
+        for layer_map in self.maps.values():
+            assert isinstance(layer_map, LayerMap)
+            layer_map.multiplies_in_bfloat16 = on
 
     def num_bytes(self, bytes_per_weight: float = 4) -> int:
         """Return the size of all maps when stored with so many bytes a weight."""

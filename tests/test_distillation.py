@@ -218,6 +218,38 @@ def test_gradients_are_those_of_the_loss() -> None:
         assert float(coordinate.delta.grad.view(-1)[index]) == pytest.approx(slope, rel=1e-2)
 
 
+def test_training_with_products_in_bfloat16_is_training_to_rounding() -> None:
+    """The fast mode's gradients point where the plain ones do, its weights land where theirs do, and it ends with the run."""
+    source, target = pair()
+    plain, fast = start(), start()
+    fast.multiply_in_bfloat16(True)
+    found = []
+    for translator, dtype in ((plain, None), (fast, torch.bfloat16)):
+        moved = coordinates(translator.train(), fitted().stats, OPTIONS, dtype=dtype)
+        example_loss(translator, source, target, example(), 1, 0.1).backward()
+        for coordinate in moved:
+            coordinate.pull_gradient()
+            coordinate.delta.data = coordinate.delta.grad.clone()  # type: ignore[union-attr]
+            coordinate.push_value()
+        found.append(moved)
+    for exact, rounded in zip(*found, strict=True):
+        assert not torch.equal(exact.delta.grad, rounded.delta.grad)  # type: ignore[arg-type]
+        for a, b in (
+            (exact.delta.grad, rounded.delta.grad),
+            (exact.parameter - exact.base, rounded.parameter - rounded.base),
+        ):
+            assert float((a - b).norm()) < 0.1 * float(a.norm())  # type: ignore[operator, union-attr]
+
+
+def test_the_fast_mode_ends_with_the_run() -> None:
+    source, target = pair()
+    half = replace(target, model=copy.deepcopy(target.model).to(torch.bfloat16))
+    of = fitted()
+    translator = start()
+    done = distill(translator, source, half, training(of), of.held_out_documents, of.stats, options(steps=2))
+    assert not any(m.multiplies_in_bfloat16 for m in done.translator.maps.values())
+
+
 # --- and nothing gets worse ------------------------------------------------------------------------------------------
 
 
