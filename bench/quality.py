@@ -33,8 +33,8 @@ from kvlingo.store import Manifest, ModelCard, load_translator, save_translator
 from kvlingo.texts import Document, split_documents
 from kvlingo.translator import Translator
 
+TOKENS = {"smollm2-gemma": 200_000, "gemma-smollm2": 120_000}
 FIT = FitOptions(
-    tokens=200_000,
     shift=0,
     source_lags=(0, 1),
     embedding_lags=(0, 1, 2),
@@ -100,17 +100,23 @@ def training_documents(arguments: argparse.Namespace) -> list[Document]:
     return documents
 
 
+def fit_options(arguments: argparse.Namespace) -> FitOptions:
+    """Return what to fit of a direction."""
+    return replace(FIT, tokens=TOKENS[arguments.direction])
+
+
 def run_fit(arguments: argparse.Namespace) -> None:
     """Fit the translator and its two controls from the same statistics."""
     source, target = models(arguments, arguments.dtype)
+    options = fit_options(arguments)
     started = time.monotonic()
     fitted = fit(
-        source, target, training_documents(arguments), FIT, work_dir=arguments.work / "statistics", progress=tell
+        source, target, training_documents(arguments), options, work_dir=arguments.work / "statistics", progress=tell
     )
-    config = base_config(source, target, FIT)
-    save(arguments.work / "ridge", fitted.translator, source, target, {"fit": asdict(FIT)})
+    config = base_config(source, target, options)
+    save(arguments.work / "ridge", fitted.translator, source, target, {"fit": asdict(options)})
     for name, shape in (("token_only", source_free(config)), ("no_text", text_free(config))):
-        save(arguments.work / name, control(shape, fitted, target), source, target, {"fit": asdict(FIT)})
+        save(arguments.work / name, control(shape, fitted, target), source, target, {"fit": asdict(options)})
     finish(arguments, fit_record(fitted, time.monotonic() - started, arguments.dtype))
 
 
@@ -129,8 +135,11 @@ def fit_record(fitted: Fit, seconds: float, dtype: str) -> dict[str, Any]:
 def run_distill(arguments: argparse.Namespace) -> None:
     """Distil the translator, or with --control the token-only control, alike."""
     source, target = models(arguments, arguments.dtype)
-    split = split_documents(training_documents(arguments), held_out_share=FIT.held_out_share, seed=FIT.seed)
-    stats = load_statistics(source, target, FIT, arguments.work / "statistics")
+    fitted_with = fit_options(arguments)
+    split = split_documents(
+        training_documents(arguments), held_out_share=fitted_with.held_out_share, seed=fitted_with.seed
+    )
+    stats = load_statistics(source, target, fitted_with, arguments.work / "statistics")
     if stats is None:
         sys.exit("no statistics of this pair: run the fit step first")
     start, name = ("token_only", "token_only_distilled") if arguments.control else ("ridge", "distilled")
@@ -148,7 +157,9 @@ def run_distill(arguments: argparse.Namespace) -> None:
         work_dir=arguments.work / name,
         report=lambda fact: print(json.dumps(fact), file=sys.stderr, flush=True),
     )
-    save(arguments.work / name, done.translator, source, target, {"fit": asdict(FIT), "distill": asdict(options)})
+    save(
+        arguments.work / name, done.translator, source, target, {"fit": asdict(fitted_with), "distill": asdict(options)}
+    )
     record = {"step": name, "dtype": arguments.dtype, "steps": done.steps, "best_step": done.best_step}
     finish(arguments, record | {"seconds": round(done.seconds, 1), "curve": done.curve.to_json()})
 
