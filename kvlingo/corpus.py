@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kvlingo.alignment import Reading, align, last_at_source_start, read_chat, read_text, reading_of_ids
+from kvlingo.alignment import align, last_at_source_start
 from kvlingo.errors import BadInput
+from kvlingo.reading import Reading, read_chat, read_text, reading_of_ids
 from kvlingo.texts import Document
 
 CHARS_PER_TOKEN = 8  # generous: a piece of text is cut by the target's tokens, never by this

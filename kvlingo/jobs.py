@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from kvlingo.alignment import read_more, tokenizer_relation
+from kvlingo.alignment import tokenizer_relation
 from kvlingo.cost import TargetCost, break_even_tokens, handoff_flops, pass_flops
 from kvlingo.distillation import Distilled, DistillOptions, distill
 from kvlingo.errors import BadInput, KVLingoError, MissingExtra
@@ -44,6 +44,7 @@ from kvlingo.manifest import Manifest, StorageType
 from kvlingo.models import LanguageModel, Outline, load_model, outline, prefill, quiet_loading
 from kvlingo.plots import draw_curve
 from kvlingo.progress import progress_bar
+from kvlingo.reading import read_more
 from kvlingo.report import Report
 from kvlingo.stats import GramStats
 from kvlingo.store import load_translator, read_manifest, save_report

@@ -16,9 +16,9 @@ PACKAGE = REPO / "kvlingo"
 ORDER = re.findall(
     r"\w+",
     """
-    errors files geometry rope cache alignment probing models pairing plan cost texts stats ridge translator
-    corpus metrics handoff generation timing fitting distillation report evaluation manifest readme
-    store workplace assets plots progress jobs sheets demo cli
+    errors files geometry rope cache correspondence spelling chat reading alignment probing models pairing plan cost
+    texts stats ridge translator corpus metrics handoff generation timing fitting distillation report evaluation
+    manifest readme store workplace assets plots progress jobs sheets demo cli
     """,
 )
 
