@@ -236,10 +236,10 @@ def evaluate(
 ) -> None:
     """Score a translator beside its controls on text that it was not fitted on. Exit code 3 on FAIL."""
     with stoppable(f"{folder} is unchanged; run the same command again"):
-        from kvlingo import jobs
+        from kvlingo import jobs, sheets, trials
         from kvlingo.evaluation import EvaluationOptions
 
-        report = jobs.evaluate_folder(
+        report = trials.evaluate_folder(
             folder,
             source_name=source,
             target_name=target,
@@ -258,7 +258,7 @@ def evaluate(
             keep=keep,
             tell=tell,
         )
-    report.render(Console())
+    sheets.print_report(report, Console())
     emit(report.to_dict(), as_json)
     if not report.passed:
         raise typer.Exit(FAILED)
@@ -290,16 +290,16 @@ def handoff(
 ) -> None:
     """Let the source read FILE, hand it over, print how the target goes on, with the plan and the times."""
     with stoppable("nothing was written"):
-        from kvlingo import jobs
+        from kvlingo import jobs, trials
 
-        result = jobs.hand_off_file(
+        result = trials.hand_off_file(
             folder,
             file,
             source_name=source,
             target_name=target,
             dial={"sink": sink, "tail": tail, "native_layers": native_layers, "no_text": no_text},
             following=following,
-            sampling=jobs.Sampling(max_new_tokens, temperature, top_p, seed),
+            sampling=trials.Sampling(max_new_tokens, temperature, top_p, seed),
             repeats=repeats,
             where=jobs.Where(device, dtype),
             write=write,
@@ -318,13 +318,13 @@ def info(
 ) -> None:
     """Say whether and how two models go together, without loading weights; or what a saved translator is."""
     with stoppable("nothing was written"):
-        from kvlingo import jobs, sheets
+        from kvlingo import facts, sheets
 
         if target is None:
-            result = jobs.describe_folder(Path(what))
+            result = facts.describe_folder(Path(what))
             sheets.print_folder(result, Console())
         else:
-            result = describe(jobs.describe_pair, what, target, as_json)
+            result = describe(facts.describe_pair, what, target, as_json)
             sheets.print_pair(result, Console())
     emit(result, as_json)
 

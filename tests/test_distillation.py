@@ -27,9 +27,10 @@ from kvlingo.distillation import (
     small_vocabulary,
 )
 from kvlingo.errors import BadInput
-from kvlingo.fitting import Fit, FitOptions, fit
+from kvlingo.fitting import Fit, fit
 from kvlingo.handoff import continuation_logits
 from kvlingo.models import LanguageModel, read, wrap
+from kvlingo.shapes import FitOptions
 from kvlingo.texts import Document
 from kvlingo.translator import Translator
 from tests import tiny

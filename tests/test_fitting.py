@@ -15,22 +15,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kvlingo import stats as stats_module
+from kvlingo.collecting import Collector
 from kvlingo.corpus import examples
 from kvlingo.errors import BadInput, IncompatiblePair
-from kvlingo.fitting import (
-    Collector,
-    Fit,
-    FitOptions,
-    base_config,
-    candidate_centres,
-    check_pair,
-    control,
-    fit,
-    held_out_kl,
-    source_free,
-    text_free,
-)
+from kvlingo.fitting import Fit, control, fit
+from kvlingo.jobs import check_pair
+from kvlingo.judging import held_out_kl
 from kvlingo.models import LanguageModel, read
+from kvlingo.shapes import FitOptions, base_config, candidate_centres, source_free, text_free
 from kvlingo.stats import GramStats
 from kvlingo.texts import Document
 from kvlingo.translator import HeadwiseMap, LinearMap, LowRankMap, feature_blocks
@@ -309,7 +301,7 @@ def test_every_kind_of_map_beats_no_map(changes: dict[str, Any], kind: type) -> 
 
 
 def held_out_of(result: Fit) -> list[Any]:
-    from kvlingo.fitting import held_out_examples
+    from kvlingo.judging import held_out_examples
 
     return held_out_examples(result.held_out_documents, *pair(), result.options)
 
