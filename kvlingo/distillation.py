@@ -357,6 +357,7 @@ class Run:
             "curve": self.curve.to_json(),
             "step": self.step,
             "seconds": self.seconds,
+            "tokens_read": self.tokens_read,
             "best_kl": self.best_kl,
             "best_step": self.best_step,
         }
@@ -381,6 +382,7 @@ class Run:
             c.push_value()
         self.curve = Curve(**note["curve"])
         self.step, self.seconds = note["step"], note["seconds"]
+        self.tokens_read = note.get("tokens_read", 0)  # older checkpoints have none: their first rates are too low
         self.best_kl, self.best_step = note["best_kl"], note["best_step"]
         self.best = {k.removeprefix("best."): v for k, v in tensors.items() if k.startswith("best.")}
 

@@ -280,15 +280,21 @@ class Stop:
             raise KeyboardInterrupt
 
 
+def tokens_read(report: dict[str, Any]) -> int:
+    return round(report["tokens_per_second"] * report["seconds"])
+
+
 @pytest.mark.parametrize("kind", ["linear", "residual"])
 def test_going_on_equals_never_having_stopped(kind: str, tmp_path: Path) -> None:
-    whole = distilled(start(kind), options(steps=5), kind)
+    once = Stop(-1)
+    whole = distilled(start(kind), options(steps=5), kind, report=once)
     with pytest.raises(KeyboardInterrupt):
         distilled(start(kind), options(steps=5), kind, work_dir=tmp_path, report=Stop(3))
     assert [p.name for p in tmp_path.iterdir()] == ["distillation.safetensors"]
     rest = Stop(-1)
     resumed = distilled(start(kind), options(steps=5), kind, work_dir=tmp_path, report=rest)
     assert [r["step"] for r in rest.seen] == [4, 5]
+    assert [tokens_read(r) for r in rest.seen] == [tokens_read(r) for r in once.seen[3:]]
     assert resumed.curve.steps == whole.curve.steps
     assert resumed.curve.judged_steps == whole.curve.judged_steps
     assert resumed.curve.loss_nats == pytest.approx(whole.curve.loss_nats, rel=1e-5)
