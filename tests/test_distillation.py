@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -35,6 +36,7 @@ from kvlingo.texts import Document
 from kvlingo.translator import Translator
 from tests import tiny
 from tests.test_twins import rebased
+from tests.tiny import unrelated_pair as pair
 
 FIT = FitOptions(
     reach=0,
@@ -73,14 +75,6 @@ def options(**changes: Any) -> DistillOptions:
 
 
 @cache
-def pair() -> tuple[LanguageModel, LanguageModel]:
-    source = tiny.language_model(
-        "llama", tokenizer=tiny.merging_tokenizer(), seed=3, dtype=torch.float32, name="source"
-    )
-    return source, tiny.language_model("gemma3", dtype=torch.float32)
-
-
-@cache
 def fitted(kind: str = "linear") -> Fit:
     return fit(*pair(), tiny.documents(), replace(FIT, **MAPS[kind]))
 
@@ -101,13 +95,18 @@ def distilled(translator: Translator, changed: DistillOptions, kind: str = "line
 
 @cache
 def example() -> Example:
-    source, target = pair()
+    return one_example(*pair(), training(fitted()), context=40, continuation=12)
+
+
+def one_example(
+    source: LanguageModel, target: LanguageModel, documents: Sequence[Document], *, context: int, continuation: int
+) -> Example:
     return random_examples(
-        training(fitted()),
+        documents,
         source.tokenizer,
         target.tokenizer,
-        context_tokens=(40,),
-        continuation_tokens=12,
+        context_tokens=(context,),
+        continuation_tokens=continuation,
         chat_share=0.0,
         seed="one",
         count=1,
@@ -186,16 +185,7 @@ def test_gradients_are_those_of_the_loss() -> None:
     documents = tiny.documents()
     of = fit(source, target, documents, FIT)
     translator = of.translator.double().train()
-    one = random_examples(
-        documents,
-        source.tokenizer,
-        target.tokenizer,
-        context_tokens=(24,),
-        continuation_tokens=4,
-        chat_share=0.0,
-        seed="fd",
-        count=1,
-    )[0]
+    one = one_example(source, target, documents, context=24, continuation=4)
 
     def loss() -> Tensor:
         return example_loss(translator, source, target, one, 1, 0.1)

@@ -21,12 +21,13 @@ from kvlingo.errors import BadInput, IncompatiblePair
 from kvlingo.fitting import Fit, control, fit
 from kvlingo.jobs import check_pair
 from kvlingo.judging import held_out_kl
-from kvlingo.models import LanguageModel, read
+from kvlingo.models import read
 from kvlingo.shapes import FitOptions, base_config, candidate_centres, source_free, text_free
 from kvlingo.stats import GramStats
 from kvlingo.texts import Document
 from kvlingo.translator import HeadwiseMap, LinearMap, LowRankMap, feature_blocks
 from tests import tiny
+from tests.tiny import unrelated_pair as pair
 
 OPTIONS = FitOptions(
     reach=1,
@@ -42,15 +43,6 @@ OPTIONS = FitOptions(
 
 def options(**changes: Any) -> FitOptions:
     return replace(OPTIONS, **changes)
-
-
-@cache
-def pair() -> tuple[LanguageModel, LanguageModel]:
-    """Two unrelated models with different tokenizers, single precision as in use."""
-    source = tiny.language_model(
-        "llama", tokenizer=tiny.merging_tokenizer(), seed=3, dtype=torch.float32, name="source"
-    )
-    return source, tiny.language_model("gemma3", dtype=torch.float32)
 
 
 @cache
