@@ -34,6 +34,7 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".json", ".yml", ".yaml", ".svg", ".txt"
 NOT_OURS = {
     ".git",
     ".venv",
+    ".venv-oldest",
     ".hypothesis",
     ".mypy_cache",
     ".pytest_cache",
