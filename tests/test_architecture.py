@@ -17,8 +17,9 @@ ORDER = re.findall(
     r"\w+",
     """
     errors files geometry rope cache correspondence spelling chat reading alignment probing models pairing plan cost
-    texts stats ridge translator corpus metrics handoff generation timing shapes collecting judging fitting distillation
-    environment report evaluation manifest readme store workplace assets plots progress facts jobs trials sheets demo cli
+    texts stats ridge translator corpus metrics handoff generation timing shapes collecting judging fitting whitening
+    distillation environment report evaluation manifest readme store workplace assets plots progress facts
+    jobs trials sheets demo cli
     """,
 )
 

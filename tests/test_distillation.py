@@ -20,7 +20,6 @@ from kvlingo.distillation import (
     Distilled,
     DistillOptions,
     Run,
-    coordinates,
     distill,
     example_loss,
     judged_examples,
@@ -34,6 +33,7 @@ from kvlingo.models import LanguageModel, read, wrap
 from kvlingo.shapes import FitOptions
 from kvlingo.texts import Document
 from kvlingo.translator import Translator
+from kvlingo.whitening import coordinates
 from tests import tiny
 from tests.test_twins import rebased
 from tests.tiny import unrelated_pair as pair
@@ -190,7 +190,7 @@ def test_gradients_are_those_of_the_loss() -> None:
     def loss() -> Tensor:
         return example_loss(translator, source, target, one, 1, 0.1)
 
-    moved = coordinates(translator, of.stats, OPTIONS)
+    moved = coordinates(translator, of.stats, OPTIONS.whitening_damping)
     loss().backward()
     for coordinate in moved:
         coordinate.pull_gradient()
