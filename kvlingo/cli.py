@@ -75,6 +75,7 @@ Dtype = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, on the last line of stdout.")]
 Sink = Annotated[int, typer.Option(min=0, help="First tokens that the target reads itself.")]
 Tail = Annotated[int, typer.Option(min=1, help="Last tokens that the target reads itself.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of all that is drawn at random.")]
 NativeLayers = Annotated[int, typer.Option(min=0, help="First layers that the target computes itself.")]
 
 
@@ -118,7 +119,7 @@ def fit(
     dtype: Dtype = None,
     device: Device = None,
     store: Annotated[Storage, typer.Option(help="How to store the weights.")] = Storage.float32,
-    seed: int = 0,
+    seed: Seed = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the translator that is there.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print what was chosen for each layer.")] = False,
     as_json: AsJson = False,
@@ -179,7 +180,7 @@ def distill(
     control: Annotated[Control | None, typer.Option(help="Distil a control instead.", show_default=False)] = None,
     dtype: Dtype = None,
     device: Device = None,
-    seed: int = 0,
+    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Train a fitted translator through the frozen target; keep the best on held-out text."""
@@ -231,7 +232,7 @@ def evaluate(
     ] = True,
     dtype: Dtype = None,
     device: Device = None,
-    seed: int = 0,
+    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Score a translator beside its controls on text that it was not fitted on. Exit code 3 on FAIL."""
@@ -285,7 +286,7 @@ def handoff(
     repeats: Annotated[int, typer.Option(min=1, help="Runs to take the times' medians of.")] = 3,
     dtype: Dtype = None,
     device: Device = None,
-    seed: int | None = None,
+    seed: Seed | None = None,
     as_json: AsJson = False,
 ) -> None:
     """Let the source read FILE, hand it over, print how the target goes on, with the plan and the times."""

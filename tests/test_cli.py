@@ -545,9 +545,13 @@ def test_bad_options(fitted: Path, run: Run) -> None:
     assert_refused(run("frobnicate"), "frobnicate")
     assert_refused(run("eval", fitted, "--tail", "0"), "--tail")
     assert_refused(run("handoff", fitted), "Missing")
+    assert_refused(run("fit", "a", "b", "--out", "c", "--seed", str(2**70)), "--seed")
 
 
-def test_unknown_dtype(fitted: Path, tmp_path: Path, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("option", "value"), [("--dtype", "float99"), ("--device", "toaster"), ("--native-layers", "99")]
+)
+def test_what_the_models_can_not_do(option: str, value: str, fitted: Path, tmp_path: Path, run: Run) -> None:
     file = tmp_path / "talk.txt"
     file.write_text("hello")
-    assert_refused(run("handoff", fitted, file, "--dtype", "float99"), "float99")
+    assert_refused(run("handoff", fitted, file, option, value), value)
