@@ -3,28 +3,34 @@
 
 SHELL := bash
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format types docs-check clean
+.PHONY: help demo test test-oldest lint format types docs-check clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
+OLDEST := 5.16.*
+PIN :=
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 help:
 	@echo 'make demo        install, then run the demo (ARGS=--quick: under 5 minutes)'
 	@echo 'make test        install, then run the tests (ARGS="-k name")'
+	@echo 'make test-oldest  the tests on the oldest transformers supported, in an environment of its own'
 	@echo 'make lint        ruff: rules and formatting    make format: mend both'
 	@echo 'make types       mypy'
 	@echo 'make docs-check  links, file names, commands and code in the documents'
-	@echo 'make clean       remove .venv and the caches of the tools'
+	@echo 'make clean       remove .venv, .venv-oldest and the caches of the tools'
 
 demo: $(VENV)/.demo
 	@$(BIN)/kvlingo demo $(ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto $(ARGS)
+
+test-oldest:
+	@$(MAKE) --no-print-directory test VENV=.venv-oldest PIN='transformers==$(OLDEST)'
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(ARGS) .
@@ -41,7 +47,7 @@ docs-check: $(VENV)/.dev
 	$(BIN)/python docs/check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One stamp for each step of the installation, so that a second `make` starts at once.
 
@@ -76,7 +82,7 @@ $(VENV)/.torch: $(VENV)/.made
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(PIP) install --quiet --editable '.[gguf,hub,plot]'
+	$(PIP) install --quiet --editable '.[gguf,hub,plot]' $(if $(PIN),'$(PIN)')
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo pyproject.toml

@@ -20,9 +20,10 @@ import torch
 
 from bench.corpora import held_out_and_training
 from kvlingo.assets import fetch_demo_models
-from kvlingo.fitting import FitOptions, fit
+from kvlingo.environment import environment_card
+from kvlingo.fitting import fit
 from kvlingo.models import default_cache_dir, load_model
-from kvlingo.report import environment_card
+from kvlingo.shapes import FitOptions
 
 
 def main() -> None:

@@ -25,10 +25,13 @@ from rich.console import Console
 
 from bench.corpora import held_out_and_training
 from kvlingo.assets import fetch_demo_models
+from kvlingo.collecting import load_statistics
 from kvlingo.distillation import DistillOptions, distill
 from kvlingo.evaluation import Controls, EvaluationOptions, evaluate
-from kvlingo.fitting import Fit, FitOptions, base_config, control, fit, load_statistics, source_free, text_free
+from kvlingo.fitting import Fit, control, fit
 from kvlingo.models import LanguageModel, default_cache_dir, load_model
+from kvlingo.shapes import FitOptions, base_config, source_free, text_free
+from kvlingo.sheets import print_report
 from kvlingo.store import Manifest, ModelCard, load_translator, save_translator
 from kvlingo.texts import Document, split_documents
 from kvlingo.translator import Translator
@@ -181,7 +184,7 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
     controls = Controls(found.pop("token_only", None), found.pop("no_text", None), found)
     documents = held_out_and_training(arguments.cache / "corpora").held_out
     report = evaluate(source, target, translator, documents, controls=controls, options=options, progress=tell)
-    report.render(Console(stderr=True, width=150))
+    print_report(report, Console(stderr=True, width=150))
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(report.to_json() + "\n", encoding="utf-8")

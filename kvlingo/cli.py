@@ -75,6 +75,7 @@ Dtype = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, on the last line of stdout.")]
 Sink = Annotated[int, typer.Option(min=0, help="First tokens that the target reads itself.")]
 Tail = Annotated[int, typer.Option(min=1, help="Last tokens that the target reads itself.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of all that is drawn at random.")]
 NativeLayers = Annotated[int, typer.Option(min=0, help="First layers that the target computes itself.")]
 
 
@@ -118,7 +119,7 @@ def fit(
     dtype: Dtype = None,
     device: Device = None,
     store: Annotated[Storage, typer.Option(help="How to store the weights.")] = Storage.float32,
-    seed: int = 0,
+    seed: Seed = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the translator that is there.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print what was chosen for each layer.")] = False,
     as_json: AsJson = False,
@@ -179,7 +180,7 @@ def distill(
     control: Annotated[Control | None, typer.Option(help="Distil a control instead.", show_default=False)] = None,
     dtype: Dtype = None,
     device: Device = None,
-    seed: int = 0,
+    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Train a fitted translator through the frozen target; keep the best on held-out text."""
@@ -231,15 +232,15 @@ def evaluate(
     ] = True,
     dtype: Dtype = None,
     device: Device = None,
-    seed: int = 0,
+    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Score a translator beside its controls on text that it was not fitted on. Exit code 3 on FAIL."""
     with stoppable(f"{folder} is unchanged; run the same command again"):
-        from kvlingo import jobs
+        from kvlingo import jobs, sheets, trials
         from kvlingo.evaluation import EvaluationOptions
 
-        report = jobs.evaluate_folder(
+        report = trials.evaluate_folder(
             folder,
             source_name=source,
             target_name=target,
@@ -258,7 +259,7 @@ def evaluate(
             keep=keep,
             tell=tell,
         )
-    report.render(Console())
+    sheets.print_report(report, Console())
     emit(report.to_dict(), as_json)
     if not report.passed:
         raise typer.Exit(FAILED)
@@ -285,21 +286,21 @@ def handoff(
     repeats: Annotated[int, typer.Option(min=1, help="Runs to take the times' medians of.")] = 3,
     dtype: Dtype = None,
     device: Device = None,
-    seed: int | None = None,
+    seed: Seed | None = None,
     as_json: AsJson = False,
 ) -> None:
     """Let the source read FILE, hand it over, print how the target goes on, with the plan and the times."""
     with stoppable("nothing was written"):
-        from kvlingo import jobs
+        from kvlingo import jobs, trials
 
-        result = jobs.hand_off_file(
+        result = trials.hand_off_file(
             folder,
             file,
             source_name=source,
             target_name=target,
             dial={"sink": sink, "tail": tail, "native_layers": native_layers, "no_text": no_text},
             following=following,
-            sampling=jobs.Sampling(max_new_tokens, temperature, top_p, seed),
+            sampling=trials.Sampling(max_new_tokens, temperature, top_p, seed),
             repeats=repeats,
             where=jobs.Where(device, dtype),
             write=write,
@@ -318,13 +319,13 @@ def info(
 ) -> None:
     """Say whether and how two models go together, without loading weights; or what a saved translator is."""
     with stoppable("nothing was written"):
-        from kvlingo import jobs, sheets
+        from kvlingo import facts, sheets
 
         if target is None:
-            result = jobs.describe_folder(Path(what))
+            result = facts.describe_folder(Path(what))
             sheets.print_folder(result, Console())
         else:
-            result = describe(jobs.describe_pair, what, target, as_json)
+            result = describe(facts.describe_pair, what, target, as_json)
             sheets.print_pair(result, Console())
     emit(result, as_json)
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kvlingo.alignment import Reading, align, last_at_source_start, read_chat, read_text, reading_of_ids
+from kvlingo.alignment import align, last_at_source_start
 from kvlingo.errors import BadInput
+from kvlingo.reading import Reading, first_tokens, read_chat, read_text
 from kvlingo.texts import Document
 
 CHARS_PER_TOKEN = 8  # generous: a piece of text is cut by the target's tokens, never by this
@@ -116,7 +117,7 @@ def text_example(
     if cut is None:
         return None
     context, characters = cut
-    target = reading_of_ids(target_tokenizer, whole.ids[:context])
+    target = first_tokens(whole, context)
     follow = whole.ids[context : context + continuation]
     end = whole.spans[context + len(follow) - 1][1] - whole.contents[0][0]
     used = len(text.encode()[:end].decode(errors="ignore"))

@@ -23,7 +23,7 @@ from kvlingo import __version__
 from kvlingo.assets import fetch_demo_models
 from kvlingo.distillation import Distilled, DistillOptions, distill
 from kvlingo.evaluation import Controls, EvaluationOptions, evaluate
-from kvlingo.fitting import FitOptions, base_config, choose_map, control, fit, source_free, text_free
+from kvlingo.fitting import control, fit
 from kvlingo.generation import generate
 from kvlingo.handoff import HandOff, Message, ModelState, hand_off, read_conversation
 from kvlingo.jobs import count_weights, save_curve
@@ -31,7 +31,8 @@ from kvlingo.models import LanguageModel, convert_gguf, default_cache_dir, load_
 from kvlingo.plan import reprefill_plan
 from kvlingo.progress import progress_bar
 from kvlingo.report import Report
-from kvlingo.sheets import print_conversation, print_times
+from kvlingo.shapes import FitOptions, base_config, choose_map, source_free, text_free
+from kvlingo.sheets import print_conversation, print_report, print_times
 from kvlingo.store import save_report
 from kvlingo.texts import Document, Split, default_documents, split_documents
 from kvlingo.timing import time_to_first_token
@@ -174,7 +175,7 @@ def run_demo(
                 )
             )
         save_report(one.folder, reports[-1].to_dict())
-        reports[-1].render(console)
+        print_report(reports[-1], console)
     with clock.stage("timing the first token, in turn with a re-prefill"):
         times = [
             row

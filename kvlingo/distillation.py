@@ -27,10 +27,10 @@ from kvlingo.handoff import assemble, continuation_logits
 from kvlingo.metrics import kl_nats, masked_mean, nll_nats
 from kvlingo.models import LanguageModel, read, with_vocabulary
 from kvlingo.plan import HandoffPlan, plan_handoff
-from kvlingo.ridge import factor
-from kvlingo.stats import GramStats, Moments, load_tensors, save_tensors
+from kvlingo.stats import GramStats, load_tensors, save_tensors
 from kvlingo.texts import Document
-from kvlingo.translator import LayerMap, LinearMap, LowRankMap, Translator, without_residual
+from kvlingo.translator import Translator, without_residual
+from kvlingo.whitening import coordinates
 
 CHECKPOINT_EVERY_SECONDS = 120.0
 VOCABULARY_SAMPLE_CHARS = 20_000
@@ -97,91 +97,6 @@ class Distilled:
 Report = Callable[[dict[str, Any]], None]
 
 
-@dataclass
-class Coordinate:
-    """One trained parameter in better coordinates: parameter = base + left @ delta * right.
-
-    `left` may be in bfloat16, where processors multiply several times as fast: base and delta keep float32, so its rounding
-    changes the size of a step a little and never adds up.
-    """
-
-    parameter: nn.Parameter
-    base: Tensor
-    delta: nn.Parameter
-    left: Tensor | None
-    right: Tensor | None
-
-    def pull_gradient(self) -> None:
-        """Carry the gradient from the parameter to delta."""
-        gradient = self.parameter.grad
-        if gradient is None:
-            raise RuntimeError("a map got no gradient: the translated cache does not reach the loss")
-        if self.right is not None:
-            gradient = gradient * self.right
-        self.delta.grad = gradient if self.left is None else product(self.left.T, gradient)
-        self.parameter.grad = None
-
-    @torch.no_grad()
-    def push_value(self) -> None:
-        """Set the parameter from delta."""
-        moved = self.delta if self.left is None else product(self.left, self.delta)
-        self.parameter.copy_(self.base + (moved if self.right is None else moved * self.right))
-
-
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply in the left matrix' dtype; return the right one's."""
-    return (left @ right.to(left.dtype)).to(right.dtype)
-
-
-def coordinates(
-    translator: Translator, stats: GramStats, options: DistillOptions, *, dtype: torch.dtype | None = None
-) -> list[Coordinate]:
-    """Whiten every map's inputs and scale its outputs to unit variance, multiplying in `dtype`.
-
-    With the features' correlation matrix C = L Lᵀ, left = L⁻ᵀ makes the inputs white; right is the outputs' standard
-    deviation. Both are merged into the weights at every step: nothing of this is left after training.
-    """
-    found: list[Coordinate] = []
-    for layer, layer_map in translator.maps.items():
-        assert isinstance(layer_map, LayerMap)
-        moments = stats.moments(translator.config.blocks(int(layer)), f"target/{layer}")
-        scale = output_scale(layer_map, moments)
-        whitened = [p for p in (layer_map.linear,) if isinstance(p, LinearMap | LowRankMap)]
-        left = None
-        if whitened:
-            lower, _ = factor(moments.gram, options.whitening_damping)
-            eye = torch.eye(len(lower), dtype=lower.dtype)
-            left = torch.linalg.solve_triangular(lower.T, eye, upper=True)
-            left = left.to(layer_map.bias.device, dtype or layer_map.bias.dtype)
-        for name, parameter in layer_map.named_parameters():
-            takes_left = name in ("linear.weight", "linear.down")
-            ends_in_outputs = parameter.shape[-1] == len(scale) and name != "residual.leave.weight"
-            found.append(
-                Coordinate(
-                    parameter,
-                    parameter.detach().clone(),
-                    nn.Parameter(torch.zeros_like(parameter)),
-                    left if takes_left else None,
-                    scale if ends_in_outputs else None,
-                )
-            )
-    return found
-
-
-def output_scale(layer_map: LayerMap, moments: Moments) -> Tensor:
-    """Return the standard deviation of what the map's last weight matrix has to give: [outputs].
-
-    Where keys end in the target's norm, that is a key divided by the norm's weight.
-    """
-    scale = moments.output_variance.clamp(min=0).sqrt().to(layer_map.bias)
-    if layer_map.norm_kind is None:
-        return scale
-    shape, weight = layer_map.shape, layer_map.key_norm_weight.abs()
-    weight = weight.repeat(shape.kv_heads) if layer_map.norm_kind == "head" else weight
-    keys = torch.where(weight == 0, torch.zeros_like(weight), scale[: shape.key_width] / weight)
-    return torch.cat((keys, scale[shape.key_width :]))
-
-
 @torch.inference_mode(False)
 @torch.enable_grad()
 def distill(
@@ -239,7 +154,9 @@ class Run:
         # A target in bfloat16 says that this machine is fast in it, and reads translated keys and values in it anyway.
         is_fast = target.dtype == torch.bfloat16
         translator.multiply_in_bfloat16(is_fast)
-        self.coordinates = coordinates(translator, stats, options, dtype=torch.bfloat16 if is_fast else None)
+        self.coordinates = coordinates(
+            translator, stats, options.whitening_damping, dtype=torch.bfloat16 if is_fast else None
+        )
         self.optimizer = torch.optim.AdamW(
             [c.delta for c in self.coordinates], lr=options.learning_rate, weight_decay=0.0
         )
@@ -373,6 +290,7 @@ class Run:
             "curve": self.curve.to_json(),
             "step": self.step,
             "seconds": self.seconds,
+            "tokens_read": self.tokens_read,
             "best_kl": self.best_kl,
             "best_step": self.best_step,
         }
@@ -397,6 +315,7 @@ class Run:
             c.push_value()
         self.curve = Curve(**note["curve"])
         self.step, self.seconds = note["step"], note["seconds"]
+        self.tokens_read = note.get("tokens_read", 0)  # older checkpoints have none: their first rates are too low
         self.best_kl, self.best_step = note["best_kl"], note["best_step"]
         self.best = {k.removeprefix("best."): v for k, v in tensors.items() if k.startswith("best.")}
 

@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvlingo.alignment import align, last_at_source_start, read_text
+from kvlingo.alignment import align, last_at_source_start
 from kvlingo.cache import KV, flatten_heads, split_heads
 from kvlingo.corpus import Example, examples, require_examples
+from kvlingo.environment import environment_card
 from kvlingo.errors import BadInput
 from kvlingo.handoff import assemble, continuation_logits, target_cache
 from kvlingo.metrics import ArmScores, DocumentScores, kl_nats, nll_nats, top1_agreement
 from kvlingo.models import LanguageModel, native_layers, prefill, read
 from kvlingo.plan import HandoffPlan, plan_handoff
-from kvlingo.report import Report, environment_card
+from kvlingo.reading import read_text
+from kvlingo.report import Report
 from kvlingo.texts import Document
 from kvlingo.translator import Translator
 

@@ -1,7 +1,6 @@
 """Writing files whole or not at all, with errors that say what to do.
 
-Knows the file system only. Everything is written beside its place first, on the same disk, and then
-takes the place of
+Knows the file system only. Everything is written beside its place first, on the same disk, and then takes the place of
 what was there: a full disk or Ctrl-C leaves the old state and no litter.
 """
 
@@ -19,19 +18,17 @@ from kvlingo.errors import BadInput
 
 
 @contextmanager
-def clear_write_errors(place: Path, num_bytes: int) -> Iterator[None]:
-    """Turn the system's refusals to write `num_bytes` to `place` into `BadInput`."""
+def clear_write_errors(place: Path, num_bytes: int, *, kept: str = "nothing was changed") -> Iterator[None]:
+    """Turn the system's refusals to write `num_bytes` to `place` into `BadInput`, which says what was `kept`."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise BadInput(
                 f"no space left to save {place} ({num_bytes / 1e6:.1f} MB); "
-                "free some and save again: nothing was changed"
+                f"free some or choose another place, and run again: {kept}"
             ) from error
-        raise BadInput(
-            f"can't write {place} ({error.strerror or error}); choose another place: nothing was changed"
-        ) from error
+        raise BadInput(f"can't write {place} ({error.strerror or error}); choose another place: {kept}") from error
 
 
 def write_file(file: Path, data: bytes) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlingo.alignment import read_more
 from kvlingo.errors import BadInput
 from kvlingo.handoff import ModelState
 from kvlingo.models import LanguageModel, prefill
 from kvlingo.plan import Provenance, Span, SpanKind
+from kvlingo.reading import read_more
 
 
 class Generation:

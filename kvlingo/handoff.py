@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlingo.alignment import Reading, align, read_chat, read_text
+from kvlingo.alignment import align
 from kvlingo.cache import KV, concat, read_cache, write_cache
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.models import LanguageModel, native_layers, prefill, read
 from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan
+from kvlingo.reading import Reading, read_chat, read_text
 from kvlingo.translator import Translator, check_geometry
 
 Message = dict[str, Any]

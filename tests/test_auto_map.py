@@ -8,9 +8,9 @@ import torch
 
 from kvlingo import distillation
 from kvlingo.distillation import Curve, Distilled, drop_idle_residual
-from kvlingo.fitting import RESIDUAL_WIDTH, FitOptions, base_config, choose_map
 from kvlingo.geometry import Geometry, LayerGeometry
 from kvlingo.plots import running_mean
+from kvlingo.shapes import RESIDUAL_WIDTH, FitOptions, base_config, choose_map
 from kvlingo.translator import Translator, without_residual
 from tests import tiny
 

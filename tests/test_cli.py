@@ -480,7 +480,7 @@ def test_a_full_disk_at_the_end_keeps_the_statistics(
         assert_refused(fit_texts(run, pair, tmp_path / "out", Path(pair.texts)), "no space left")
     assert names_in(tmp_path / "out") == {"work"}
     assert not list((tmp_path / "out" / "work").glob("*.part"))
-    monkeypatch.delattr("kvlingo.fitting.Collector.blocks")  # nothing is read a second time
+    monkeypatch.delattr("kvlingo.collecting.Collector.blocks")  # nothing is read a second time
     assert fit_texts(run, pair, tmp_path / "out", Path(pair.texts)).code == 0
 
 
@@ -495,7 +495,7 @@ def test_a_full_disk_while_distilling(fitted: Path, tmp_path: Path, run: Run, mo
 
 
 def test_ctrl_c_keeps_statistics_and_goes_on(pair: SimpleNamespace, tmp_path: Path, run: Run, monkeypatch: Any) -> None:
-    from kvlingo.fitting import Collector
+    from kvlingo.collecting import Collector
 
     read = Collector.blocks
     calls: list[int] = []
@@ -545,9 +545,13 @@ def test_bad_options(fitted: Path, run: Run) -> None:
     assert_refused(run("frobnicate"), "frobnicate")
     assert_refused(run("eval", fitted, "--tail", "0"), "--tail")
     assert_refused(run("handoff", fitted), "Missing")
+    assert_refused(run("fit", "a", "b", "--out", "c", "--seed", str(2**70)), "--seed")
 
 
-def test_unknown_dtype(fitted: Path, tmp_path: Path, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("option", "value"), [("--dtype", "float99"), ("--device", "toaster"), ("--native-layers", "99")]
+)
+def test_what_the_models_can_not_do(option: str, value: str, fitted: Path, tmp_path: Path, run: Run) -> None:
     file = tmp_path / "talk.txt"
     file.write_text("hello")
-    assert_refused(run("handoff", fitted, file, "--dtype", "float99"), "float99")
+    assert_refused(run("handoff", fitted, file, option, value), value)

@@ -15,7 +15,7 @@ from kvlingo import cli, demo
 from kvlingo.distillation import DistillOptions
 from kvlingo.errors import KVLingoError
 from kvlingo.evaluation import EvaluationOptions
-from kvlingo.fitting import FitOptions
+from kvlingo.shapes import FitOptions
 from kvlingo.store import load_translator, read_manifest
 from tests import tiny
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,6 @@ from kvlingo.distillation import (
     Distilled,
     DistillOptions,
     Run,
-    coordinates,
     distill,
     example_loss,
     judged_examples,
@@ -27,13 +27,16 @@ from kvlingo.distillation import (
     small_vocabulary,
 )
 from kvlingo.errors import BadInput
-from kvlingo.fitting import Fit, FitOptions, fit
+from kvlingo.fitting import Fit, fit
 from kvlingo.handoff import continuation_logits
 from kvlingo.models import LanguageModel, read, wrap
+from kvlingo.shapes import FitOptions
 from kvlingo.texts import Document
 from kvlingo.translator import Translator
+from kvlingo.whitening import coordinates
 from tests import tiny
 from tests.test_twins import rebased
+from tests.tiny import unrelated_pair as pair
 
 FIT = FitOptions(
     reach=0,
@@ -72,14 +75,6 @@ def options(**changes: Any) -> DistillOptions:
 
 
 @cache
-def pair() -> tuple[LanguageModel, LanguageModel]:
-    source = tiny.language_model(
-        "llama", tokenizer=tiny.merging_tokenizer(), seed=3, dtype=torch.float32, name="source"
-    )
-    return source, tiny.language_model("gemma3", dtype=torch.float32)
-
-
-@cache
 def fitted(kind: str = "linear") -> Fit:
     return fit(*pair(), tiny.documents(), replace(FIT, **MAPS[kind]))
 
@@ -100,13 +95,18 @@ def distilled(translator: Translator, changed: DistillOptions, kind: str = "line
 
 @cache
 def example() -> Example:
-    source, target = pair()
+    return one_example(*pair(), training(fitted()), context=40, continuation=12)
+
+
+def one_example(
+    source: LanguageModel, target: LanguageModel, documents: Sequence[Document], *, context: int, continuation: int
+) -> Example:
     return random_examples(
-        training(fitted()),
+        documents,
         source.tokenizer,
         target.tokenizer,
-        context_tokens=(40,),
-        continuation_tokens=12,
+        context_tokens=(context,),
+        continuation_tokens=continuation,
         chat_share=0.0,
         seed="one",
         count=1,
@@ -185,21 +185,12 @@ def test_gradients_are_those_of_the_loss() -> None:
     documents = tiny.documents()
     of = fit(source, target, documents, FIT)
     translator = of.translator.double().train()
-    one = random_examples(
-        documents,
-        source.tokenizer,
-        target.tokenizer,
-        context_tokens=(24,),
-        continuation_tokens=4,
-        chat_share=0.0,
-        seed="fd",
-        count=1,
-    )[0]
+    one = one_example(source, target, documents, context=24, continuation=4)
 
     def loss() -> Tensor:
         return example_loss(translator, source, target, one, 1, 0.1)
 
-    moved = coordinates(translator, of.stats, OPTIONS)
+    moved = coordinates(translator, of.stats, OPTIONS.whitening_damping)
     loss().backward()
     for coordinate in moved:
         coordinate.pull_gradient()
@@ -225,7 +216,7 @@ def test_training_with_products_in_bfloat16_is_training_to_rounding() -> None:
     fast.multiply_in_bfloat16(True)
     found = []
     for translator, dtype in ((plain, None), (fast, torch.bfloat16)):
-        moved = coordinates(translator.train(), fitted().stats, OPTIONS, dtype=dtype)
+        moved = coordinates(translator.train(), fitted().stats, OPTIONS.whitening_damping, dtype=dtype)
         example_loss(translator, source, target, example(), 1, 0.1).backward()
         for coordinate in moved:
             coordinate.pull_gradient()
@@ -238,7 +229,7 @@ def test_training_with_products_in_bfloat16_is_training_to_rounding() -> None:
             (exact.delta.grad, rounded.delta.grad),
             (exact.parameter - exact.base, rounded.parameter - rounded.base),
         ):
-            assert float((a - b).norm()) < 0.1 * float(a.norm())  # type: ignore[operator, union-attr]
+            assert float(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0)) > 0.98  # type: ignore[union-attr]
 
 
 def test_the_fast_mode_ends_with_the_run() -> None:
@@ -311,15 +302,21 @@ class Stop:
             raise KeyboardInterrupt
 
 
+def tokens_read(report: dict[str, Any]) -> int:
+    return round(report["tokens_per_second"] * report["seconds"])
+
+
 @pytest.mark.parametrize("kind", ["linear", "residual"])
 def test_going_on_equals_never_having_stopped(kind: str, tmp_path: Path) -> None:
-    whole = distilled(start(kind), options(steps=5), kind)
+    once = Stop(-1)
+    whole = distilled(start(kind), options(steps=5), kind, report=once)
     with pytest.raises(KeyboardInterrupt):
         distilled(start(kind), options(steps=5), kind, work_dir=tmp_path, report=Stop(3))
     assert [p.name for p in tmp_path.iterdir()] == ["distillation.safetensors"]
     rest = Stop(-1)
     resumed = distilled(start(kind), options(steps=5), kind, work_dir=tmp_path, report=rest)
     assert [r["step"] for r in rest.seen] == [4, 5]
+    assert [tokens_read(r) for r in rest.seen] == [tokens_read(r) for r in once.seen[3:]]
     assert resumed.curve.steps == whole.curve.steps
     assert resumed.curve.judged_steps == whole.curve.judged_steps
     assert resumed.curve.loss_nats == pytest.approx(whole.curve.loss_nats, rel=1e-5)

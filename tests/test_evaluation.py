@@ -26,10 +26,11 @@ from kvlingo.evaluation import (
     with_moments_of,
     wrong_document,
 )
-from kvlingo.fitting import Fit, FitOptions, control, fit, source_free, text_free
+from kvlingo.fitting import Fit, control, fit
 from kvlingo.handoff import assemble, continuation_logits
 from kvlingo.models import LanguageModel, read, wrap
 from kvlingo.report import Report
+from kvlingo.shapes import FitOptions, source_free, text_free
 from kvlingo.texts import Document
 from kvlingo.translator import Translator, identity_translator
 from tests import tiny

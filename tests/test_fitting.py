@@ -15,26 +15,19 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kvlingo import stats as stats_module
+from kvlingo.collecting import Collector
 from kvlingo.corpus import examples
 from kvlingo.errors import BadInput, IncompatiblePair
-from kvlingo.fitting import (
-    Collector,
-    Fit,
-    FitOptions,
-    base_config,
-    candidate_centres,
-    check_pair,
-    control,
-    fit,
-    held_out_kl,
-    source_free,
-    text_free,
-)
-from kvlingo.models import LanguageModel, read
+from kvlingo.fitting import Fit, control, fit
+from kvlingo.jobs import check_pair
+from kvlingo.judging import held_out_kl
+from kvlingo.models import read
+from kvlingo.shapes import FitOptions, base_config, candidate_centres, source_free, text_free
 from kvlingo.stats import GramStats
 from kvlingo.texts import Document
 from kvlingo.translator import HeadwiseMap, LinearMap, LowRankMap, feature_blocks
 from tests import tiny
+from tests.tiny import unrelated_pair as pair
 
 OPTIONS = FitOptions(
     reach=1,
@@ -50,15 +43,6 @@ OPTIONS = FitOptions(
 
 def options(**changes: Any) -> FitOptions:
     return replace(OPTIONS, **changes)
-
-
-@cache
-def pair() -> tuple[LanguageModel, LanguageModel]:
-    """Two unrelated models with different tokenizers, single precision as in use."""
-    source = tiny.language_model(
-        "llama", tokenizer=tiny.merging_tokenizer(), seed=3, dtype=torch.float32, name="source"
-    )
-    return source, tiny.language_model("gemma3", dtype=torch.float32)
 
 
 @cache
@@ -309,7 +293,7 @@ def test_every_kind_of_map_beats_no_map(changes: dict[str, Any], kind: type) -> 
 
 
 def held_out_of(result: Fit) -> list[Any]:
-    from kvlingo.fitting import held_out_examples
+    from kvlingo.judging import held_out_examples
 
     return held_out_examples(result.held_out_documents, *pair(), result.options)
 

@@ -161,6 +161,22 @@ def test_a_model_of_no_known_kind(tmp_path: Path) -> None:
     one_line(error)
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"device": "toaster"}, "unknown device 'toaster'"),
+        ({"device": "cuda:99"}, "no GPU for device 'cuda:99'"),
+        ({"dtype": "int8"}, "unknown dtype 'int8'"),
+        ({"dtype": "tensor"}, "unknown dtype 'tensor'"),
+    ],
+    ids=str,
+)
+def test_devices_and_dtypes_that_can_not_be(asked: dict[str, str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=words) as error:
+        load_model(tmp_path, **asked)  # type: ignore[arg-type]
+    one_line(error)
+
+
 def test_a_name_that_nobody_knows() -> None:
     with pytest.raises(BadInput, match=r"neither a folder nor a .gguf file") as error:
         load_model("nobody/has-this-model")

@@ -13,9 +13,10 @@ from torch import Tensor
 from kvlingo.assets import fetch_demo_models
 from kvlingo.cache import write_cache
 from kvlingo.errors import KVLingoError
-from kvlingo.fitting import FitOptions, fit
+from kvlingo.fitting import fit
 from kvlingo.handoff import hand_off
 from kvlingo.models import LanguageModel, convert_gguf, default_cache_dir, load_model, prefill, read, wrap
+from kvlingo.shapes import FitOptions
 from kvlingo.texts import default_documents
 from kvlingo.translator import identity_translator
 from tests.test_twins import EXACT_NATS, rebase_values, turn_keys

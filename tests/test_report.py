@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from kvlingo.environment import environment_card
 from kvlingo.errors import BadArtifact, BadInput
 from kvlingo.metrics import ArmScores, DocumentScores
-from kvlingo.report import ARMS, CONTROLS, Report, environment_card, plain
+from kvlingo.report import ARMS, CONTROLS, Report, plain
+from kvlingo.sheets import print_report
 
 POSITIONS = 48
 WINNER = {
@@ -61,7 +63,7 @@ def report_on(scores: list[DocumentScores], **options: object) -> Report:
 
 def rendered(report: Report, width: int = 80) -> str:
     stream = io.StringIO()
-    report.render(Console(file=stream, width=width))
+    print_report(report, Console(file=stream, width=width))
     return stream.getvalue()
 
 

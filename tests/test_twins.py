@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvlingo.fitting import Fit, FitOptions, fit
+from kvlingo.fitting import Fit, fit
 from kvlingo.handoff import hand_off
 from kvlingo.models import LanguageModel, read, wrap
 from kvlingo.plan import SpanKind
+from kvlingo.shapes import FitOptions
 from tests import tiny
 
 SAME = 1e-9  # float64 logits of two twins

@@ -218,6 +218,13 @@ def _shared(family: str, seed: int, dtype: torch.dtype, name: str) -> LanguageMo
     return _language_model(FAMILIES[family], byte_tokenizer(), seed, dtype, name)
 
 
+@cache
+def unrelated_pair() -> tuple[LanguageModel, LanguageModel]:
+    """Return two unrelated models with different tokenizers, single precision as in use."""
+    source = language_model("llama", tokenizer=merging_tokenizer(), seed=3, dtype=torch.float32, name="source")
+    return source, language_model("gemma3", dtype=torch.float32)
+
+
 def _language_model(make: Callable[[], Any], tokenizer: Any, seed: int, dtype: torch.dtype, name: str) -> LanguageModel:
     lm = wrap(scaled(make(), seed=seed, dtype=dtype), tokenizer, name=name)
     assert_context_matters(lm)

@@ -1,0 +1,65 @@
+"""What figures were computed on: the card that stands beside every measurement.
+
+Knows the machine and the installed packages; names neither the machine nor its owner.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment_card() -> dict[str, Any]:
+    """Say what the figures were computed on; nothing that names the machine or its owner."""
+    return {
+        "machine": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "memory_bytes": memory_bytes(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": installed_version("transformers"),
+        "kvlingo": installed_version("kvlingo"),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def cpu_model() -> str | None:
+    """Return the processor's name where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or None
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or None)
+
+
+def usable_cores() -> int | None:
+    """Return the number of cores this process may use."""
+    affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count()
+
+
+def memory_bytes() -> int | None:
+    """Return the machine's memory where the system tells it."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def installed_version(package: str) -> str | None:
+    """Return a package's version without importing it, None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

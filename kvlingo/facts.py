@@ -1,0 +1,101 @@
+"""What `kvlingo info` finds out without loading weights: a pair's facts, or a saved translator's.
+
+Knows outlines, sizes and the arithmetic of cost. Facts are plain values; `sheets` shows them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from kvlingo.alignment import tokenizer_relation
+from kvlingo.cost import TargetCost, break_even_tokens, handoff_flops, pass_flops
+from kvlingo.models import LanguageModel, Outline, outline, quiet_loading
+from kvlingo.shapes import FitOptions, base_config, choose_map
+from kvlingo.store import read_manifest
+from kvlingo.translator import MAP_KINDS, Translator, TranslatorConfig
+
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+
+
+def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
+    """Say what can be known of a pair without loading weights.
+
+    Raises:
+        UnsupportedModel: a model keeps no keys and values that could be translated; the message says what it keeps.
+        BadInput: a name that leads to no model.
+    """
+    quiet_loading()
+    source, target = outline(source_name), outline(target_name)
+    options = replace(
+        FitOptions(key_norm=False),
+        **choose_map(source.geometry, target.geometry, source.total_weights, target.total_weights),
+    )
+    # Without key norms, nothing but the two geometries is read here.
+    config = base_config(cast("LanguageModel", source), cast("LanguageModel", target), options)
+    cost = TargetCost(target.layer_weights, target.query_widths, [x.window for x in target.geometry.layers])
+    maps = map_weights(config)
+    return {
+        "supported": True,
+        "source": side_facts(source),
+        "target": side_facts(target),
+        "tokenizers": str(tokenizer_relation(source.tokenizer, target.tokenizer)),
+        "map_auto": {"kind": options.map_kind, "residual_width": options.residual_width},
+        "num_bytes": {
+            kind: {
+                s: size_of(replace(config, map_kind=kind, rank=options.rank if kind == "lowrank" else 0), s)
+                for s in BYTES
+            }
+            for kind in MAP_KINDS
+        },
+        "break_even_tokens": break_even_tokens(cost, maps),
+        "gflops": {
+            str(n): {"handoff": handoff_flops(cost, maps, n) / 1e9, "reprefill": pass_flops(cost, n) / 1e9}
+            for n in (64, 256, 1024, 4096, 16384)
+        },
+    }
+
+
+def side_facts(side: Outline) -> dict[str, Any]:
+    """Return one model's facts as plain values."""
+    return {
+        "name": side.name,
+        "kind": side.kind,
+        "weights": side.total_weights,
+        "kv_features_per_token": side.geometry.features_per_token,
+        "kv_bytes_per_token_bfloat16": 2 * side.geometry.features_per_token,
+        "max_positions": side.geometry.max_positions,
+        "vocabulary": side.geometry.vocab_size,
+        "layers": [
+            {"kv_heads": x.kv_heads, "key_dim": x.key_dim, "value_dim": x.value_dim, "window": x.window}
+            for x in side.geometry.layers
+        ],
+    }
+
+
+def describe_folder(folder: Path) -> dict[str, Any]:
+    """Return what is known about a saved translator, without its weights."""
+    manifest = asdict(read_manifest(folder))
+    texts = manifest["options"].pop("texts", {})
+    manifest["options"]["num_texts"] = {name: len(found) for name, found in texts.items()}
+    present = [name for name in ("token_only", "no_text") if (folder / "controls" / name).is_dir()]
+    return {"folder": str(folder), **manifest, "controls": present}
+
+
+def size_of(config: TranslatorConfig, storage: str = "float32") -> int:
+    """Return a translator's size in bytes without making it."""
+    with torch.device("meta"):
+        return Translator(config).num_bytes(BYTES[storage])
+
+
+def map_weights(config: TranslatorConfig) -> list[int]:
+    """Return the number of weights of each target layer's map; 0 where a layer has none."""
+    with torch.device("meta"):
+        maps = Translator(config).maps
+    return [
+        sum(p.numel() for p in maps[str(layer)].parameters()) if str(layer) in maps else 0
+        for layer in range(len(config.target))
+    ]

@@ -1,0 +1,161 @@
+"""What `kvlingo eval` and `kvlingo handoff` do with a saved translator, from names and paths to what came out.
+
+Computes nothing itself, and does not know the command line: lines for a person go to `say`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvlingo.errors import BadInput
+from kvlingo.evaluation import Controls, EvaluationOptions, evaluate
+from kvlingo.generation import generate
+from kvlingo.handoff import HandOff, ModelState, hand_off, read_native
+from kvlingo.jobs import Say, Where, gather, load_pair
+from kvlingo.models import LanguageModel, prefill
+from kvlingo.progress import progress_bar
+from kvlingo.reading import read_more
+from kvlingo.report import Report
+from kvlingo.store import load_translator, read_manifest, save_report
+from kvlingo.texts import conversation_from_file
+from kvlingo.timing import FirstToken, time_to_first_token
+from kvlingo.translator import Translator
+from kvlingo.workplace import fair_to_judge_on, load_controls, model_names, texts_seen
+
+# --- eval ---
+
+
+def evaluate_folder(
+    folder: Path,
+    *,
+    source_name: str | None,
+    target_name: str | None,
+    texts: Sequence[Path],
+    options: EvaluationOptions,
+    where: Where,
+    keep: bool,
+    tell: Say,
+) -> Report:
+    """Score a saved translator beside its controls; with `keep`, write the report into the artifact."""
+    names = model_names(folder, source_name, target_name)
+    documents, note = fair_to_judge_on(gather(texts), texts_seen(read_manifest(folder)))
+    if note:
+        tell(note)
+    source, target = load_pair(*names, where)
+    translator, _ = load_translator(folder, source=source, target=target)
+    controls = load_controls(folder, source=source, target=target)
+    with progress_bar() as bar:
+        report = evaluate(
+            source,
+            target,
+            translator.to(target.device),
+            documents,
+            controls=Controls(
+                token_only=controls.pop("token_only", None), no_text=controls.pop("no_text", None), others=controls
+            ),
+            options=options,
+            progress=bar.count,
+        )
+    if keep:
+        save_report(folder, report.to_dict())
+    return report
+
+
+# --- handoff ---
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target goes on."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+def hand_off_file(
+    folder: Path,
+    file: Path,
+    *,
+    source_name: str | None,
+    target_name: str | None,
+    dial: Mapping[str, Any],
+    following: str,
+    sampling: Sampling,
+    repeats: int,
+    where: Where,
+    write: Say,
+    say: Say,
+) -> dict[str, Any]:
+    """Hand the conversation in a file over and let the target go on.
+
+    Args:
+        dial: `sink`, `tail`, `native_layers`, `no_text` of `hand_off`.
+        following: what the target reads first when it gets no text.
+        write: takes the continuation piece by piece.
+    """
+    conversation = conversation_from_file(file)
+    names = model_names(folder, source_name, target_name)
+    source, target = load_pair(*names, where)
+    translator = translator_for(folder, source, target, no_text=bool(dial.get("no_text")))
+    state = read_native(conversation, source)
+    handed = hand_off(conversation, source, target, translator, source_state=state, **dial)
+    if handed.logits is None:
+        handed = read_on(target, handed, following)
+    assert handed.logits is not None
+    generation = generate(target, handed.state, handed.logits, **asdict(sampling))
+    pieces = []
+    for piece in generation:
+        pieces.append(piece)
+        write(piece)
+    write("\n")
+    times = time_to_first_token(conversation, source, target, translator, source_state=state, repeats=repeats, **dial)
+    for line in handoff_lines(handed, times):
+        say(line)
+    return {
+        "continuation": "".join(pieces),
+        "num_tokens": len(generation.ids),
+        "plan": handed.plan.to_json(),
+        "timings_ms": handed.timings_ms,
+        "first_token": times.to_json(),
+        "pair": {"source": source.name, "target": target.name},
+    }
+
+
+def translator_for(folder: Path, source: LanguageModel, target: LanguageModel, *, no_text: bool) -> Translator:
+    """Load a folder's translator, or with `no_text` the one beside it that was fitted without text."""
+    translator, _ = load_translator(folder, source=source, target=target)
+    if no_text and translator.config.reads_text:
+        textless = folder / "controls" / "no_text"
+        if not textless.is_dir():
+            raise BadInput(f"{folder} holds no translator that does without the text; fit one: kvlingo fit … --no-text")
+        translator, _ = load_translator(textless, source=source, target=target)
+    return translator.to(target.device)
+
+
+@torch.no_grad()
+def read_on(target: LanguageModel, handed: HandOff, text: str) -> HandOff:
+    """Let a target that got no text read the first new one."""
+    ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise BadInput("without the text the target needs something new to read; give --next TEXT")
+    done = prefill(target, target.ids(ids), cache=handed.state.cache)
+    reading = read_more(target.tokenizer, handed.state.reading, ids)
+    return replace(handed, state=ModelState(reading, done.cache, handed.state.spans), logits=done.logits[-1])
+
+
+def handoff_lines(handed: HandOff, times: FirstToken) -> Iterator[str]:
+    """Return the plan and the times in words."""
+    yield f"plan: {handed.plan}"
+    if handed.plan.fallback:
+        yield f"re-prefilled: {handed.plan.fallback}"
+    yield (
+        f"first token after {times.handoff_ms:.0f} ms; re-prefilling {times.tokens} tokens takes {times.reprefill_ms:.0f} ms "
+        f"({times.speedup:.1f} times), medians of {times.repeats}"
+    )
