@@ -1,9 +1,8 @@
 """Stage 2: self-distillation of the maps through the frozen target.
 
-    loss = KL(p_native ‖ p_translated) + λ · CE,  gradients into the maps alone (arXiv 2609.32610, stage 2).
-
-Knows examples, hand-over plans and translators. Trains under the plan that serving uses: sinks and a random tail native,
-the rest translated. Works in whitened coordinates, without which small rates make the maps worse.
+Knows steps, schedules, checkpoints and held-out judging; the loss is `objective`'s business. Trains under the plan that
+serving uses: sinks and a random tail native, the rest translated. Works in whitened coordinates, without which small rates make
+the maps worse.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import json
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,16 +22,15 @@ from torch import Tensor, nn
 from kvlingo.corpus import Example, random_examples
 from kvlingo.errors import BadInput
 from kvlingo.handoff import assemble, continuation_logits
-from kvlingo.metrics import kl_nats, masked_mean, nll_nats
-from kvlingo.models import LanguageModel, read, with_vocabulary
-from kvlingo.plan import HandoffPlan, plan_handoff
+from kvlingo.metrics import kl_nats
+from kvlingo.models import LanguageModel, read
+from kvlingo.objective import draw_cuts, example_loss, small_vocabulary, training_plan
 from kvlingo.stats import GramStats, load_tensors, save_tensors
 from kvlingo.texts import Document
 from kvlingo.translator import Translator, without_residual
 from kvlingo.whitening import coordinates
 
 CHECKPOINT_EVERY_SECONDS = 120.0
-VOCABULARY_SAMPLE_CHARS = 20_000
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,8 @@ class DistillOptions:
 
     Fields:
         steps, minutes: stop at whichever comes first; None for no such bound.
-        batch: hand-overs per optimiser step, read one after another (gradient accumulation).
+        batch: texts per optimiser step, read one after another (gradient accumulation).
+        handovers: places in each text to hand over at; they share the frozen forward passes and the translation.
         tails: tail lengths to draw from.
         ce_weight: λ of the cross-entropy term.
         whitening_damping: relative to the mean diagonal, as in ridge.
@@ -52,7 +50,8 @@ class DistillOptions:
 
     steps: int | None = None
     minutes: float | None = 10.0
-    batch: int = 8
+    batch: int = 4
+    handovers: int = 4
     learning_rate: float = 1e-4
     warmup_share: float = 0.05
     clip: float = 1.0
@@ -228,14 +227,9 @@ class Run:
         rng = random.Random(seed)
         total = 0.0
         for example in batch:
+            cuts = draw_cuts(example, options.handovers, options.tails, rng)
             loss = example_loss(
-                self.translator,
-                self.source,
-                self.target,
-                example,
-                rng.choice(options.tails),
-                options.ce_weight,
-                view=self.view,
+                self.translator, self.source, self.target, example, cuts, options.ce_weight, view=self.view
             )
             (loss / len(batch)).backward()
             total += float(loss.detach())
@@ -329,63 +323,6 @@ def _same_options(saved: str, options: DistillOptions) -> bool:
 
 
 @dataclass(frozen=True)
-class VocabularyView:
-    """The target with a smaller output head, and where each token id stands in it (-1: nowhere)."""
-
-    lm: LanguageModel
-    place: Tensor
-
-
-def small_vocabulary(target: LanguageModel, documents: Sequence[Document], size: int | None) -> VocabularyView | None:
-    """Keep the `size` most frequent tokens of a sample of the training text; None where that would keep all anyway."""
-    if size is None or size >= target.geometry.vocab_size:
-        return None
-    counts: Counter[int] = Counter()
-    for document in documents:
-        counts.update(target.tokenizer(document.text[:VOCABULARY_SAMPLE_CHARS], add_special_tokens=False)["input_ids"])
-    kept = sorted({i for i, _ in counts.most_common(size)} | set(target.tokenizer.all_special_ids))
-    ids = target.ids(kept)
-    place = torch.full((target.geometry.vocab_size,), -1, dtype=torch.long, device=target.device)
-    place[ids] = torch.arange(len(kept), device=target.device)
-    return VocabularyView(with_vocabulary(target, ids), place)
-
-
-def training_plan(example: Example, tail: int) -> HandoffPlan:
-    """Plan one hand-over; a tail that would leave nothing to translate, and so nothing to learn, is cut."""
-    sink = max(1, example.at_source_start)
-    return plan_handoff(
-        example.alignment.tolist(), sink=sink, tail=max(1, min(tail, example.context_tokens - sink - 1))
-    )
-
-
-def example_loss(
-    translator: Translator,
-    source: LanguageModel,
-    target: LanguageModel,
-    example: Example,
-    tail: int,
-    ce_weight: float,
-    *,
-    view: VocabularyView | None = None,
-) -> Tensor:
-    """Return the loss of one hand-over, with its graph into the maps."""
-    ids, follow = target.ids(example.target.ids), target.ids(example.continuation)
-    reader = target if view is None else view.lm
-    plan = training_plan(example, tail)
-    with torch.no_grad():
-        native = continuation_logits(reader, None, ids, follow)
-        source_kv = read(source, source.ids(example.source.ids)) if translator.config.reads_source else None
-    kv = assemble(plan, target, translator, source_kv, example.alignment, ids)
-    translated = continuation_logits(reader, kv, ids[plan.translated[1] :], follow)
-    loss = masked_mean(kl_nats(native, translated))
-    if not ce_weight:
-        return loss
-    next_ids = follow if view is None else view.place[follow]
-    known = next_ids >= 0
-    return loss + ce_weight * masked_mean(nll_nats(translated, next_ids.clamp(min=0), mask=known), known)
-
-
-@dataclass(frozen=True)
 class Judged:
     """A held-out hand-over whose frozen parts are computed once."""
 
@@ -423,7 +360,7 @@ def judged_kl(translator: Translator, target: LanguageModel, judged: Sequence[Ju
     total = 0.0
     for item in judged:
         ids, follow = target.ids(item.example.target.ids), target.ids(item.example.continuation)
-        plan = training_plan(item.example, tail)
+        plan = training_plan(item.example, tail=tail)
         source_kv = item.source_kv if translator.config.reads_source else None
         kv = assemble(plan, target, translator, source_kv, item.example.alignment, ids)
         logits = continuation_logits(target, kv, ids[plan.translated[1] :], follow)

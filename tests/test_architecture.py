@@ -18,7 +18,7 @@ ORDER = re.findall(
     """
     errors files geometry rope cache correspondence spelling chat reading alignment probing models pairing plan cost
     texts stats ridge translator corpus metrics handoff generation timing shapes collecting judging fitting whitening
-    distillation environment report evaluation manifest readme store workplace assets plots progress facts
+    objective distillation environment report evaluation manifest readme store workplace assets plots progress facts
     jobs trials sheets demo cli
     """,
 )
