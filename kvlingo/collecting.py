@@ -74,25 +74,26 @@ class Collector:
 
     def key(self, tokens: int) -> str:
         """Identify what the statistics of `tokens` tokens depend on, but for the texts."""
-        facts = [self.source.fingerprint, self.target.fingerprint, tokens, asdict(self.options)]
+        facts = [self.source.fingerprint, self.target.fingerprint, tokens, asdict(self.options), "kinds in turn"]
         return json.dumps(facts, sort_keys=True, default=str)
 
     def _examples(self, documents: Sequence[Document]) -> Iterable[Example]:
-        options = self.options
-        # Round-robin over documents, so that a token budget smaller than the text still sees all kinds.
-        return interleave(
-            [
-                examples(
-                    [document],
-                    self.source.tokenizer,
-                    self.target.tokenizer,
-                    context_tokens=options.context_tokens,
-                    chat_share=options.chat_share,
-                    seed=options.seed + number,
-                )
-                for number, document in enumerate(documents)
-            ]
-        )
+        """Cut all documents: kinds in turn, and a kind's documents in turn.
+
+        A token budget smaller than the text still sees every kind, and alike: not as many documents as each happens to have.
+        """
+        kinds: dict[str, list[Iterable[Example]]] = {}
+        for number, document in enumerate(documents):
+            cut = examples(
+                [document],
+                self.source.tokenizer,
+                self.target.tokenizer,
+                context_tokens=self.options.context_tokens,
+                chat_share=self.options.chat_share,
+                seed=self.options.seed + number,
+            )
+            kinds.setdefault(document.kind, []).append(cut)
+        return interleave([interleave(streams) for streams in kinds.values()])
 
     def blocks(self, example: Example) -> dict[str, Tensor]:
         """Run both models over one example; return features and outputs of its ordinary tokens.

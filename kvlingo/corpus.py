@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -216,9 +217,12 @@ def random_examples(
     seed: str,
     count: int,
 ) -> list[Example]:
-    """Draw `count` examples from random places, documents weighted by length; the same `seed` gives the same ones."""
+    """Draw `count` examples from random places, kinds alike and a kind's documents by length; the same `seed` draws the same."""
     rng = random.Random(seed)
-    weights = [len(d.text) for d in documents]
+    of_kind: Counter[str] = Counter()
+    for document in documents:
+        of_kind[document.kind] += len(document.text)
+    weights = [len(d.text) / max(of_kind[d.kind], 1) for d in documents]
     found: list[Example] = []
     for _ in range(count * 50):
         if len(found) == count:

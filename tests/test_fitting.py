@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvlingo import stats as stats_module
 from kvlingo.collecting import Collector
-from kvlingo.corpus import examples
+from kvlingo.corpus import examples, random_examples
 from kvlingo.errors import BadInput, IncompatiblePair
 from kvlingo.fitting import Fit, control, fit
 from kvlingo.jobs import check_pair
@@ -402,3 +402,31 @@ def test_other_scripts_are_read(text: str) -> None:
         assert "\N{REPLACEMENT CHARACTER}" not in example.continuation_text
         assert example.source.stream.decode() == example.target.stream.decode().removeprefix("<s>")
     assert count >= 4
+
+
+def two_kinds() -> list[Document]:
+    """One document of one kind, six of another."""
+    return [replace(d, kind="rare" if n == 0 else "common") for n, d in enumerate(tiny.documents(7))]
+
+
+def test_kinds_take_turns_whatever_their_number_of_documents() -> None:
+    source, target = pair()
+    options = FitOptions(context_tokens=(16,), chat_share=0.0)
+    collector = Collector(source, target, base_config(source, target, options), options)
+    kinds = [e.kind for e, _ in zip(collector._examples(two_kinds()), range(8), strict=False)]
+    assert kinds == ["rare", "common"] * 4
+
+
+def test_random_examples_are_of_every_kind_alike() -> None:
+    source, target = pair()
+    drawn = random_examples(
+        two_kinds(),
+        source.tokenizer,
+        target.tokenizer,
+        context_tokens=(16,),
+        continuation_tokens=4,
+        chat_share=0.0,
+        seed="kinds",
+        count=100,
+    )
+    assert 35 <= sum(e.kind == "rare" for e in drawn) <= 65
