@@ -1,7 +1,7 @@
 """The quality tables: SmolLM2-135M-Instruct and Gemma-3-270M, both directions, on the Debian corpora.
 
     python -m bench.quality fit        --direction smollm2-gemma --work DIR
-    python -m bench.quality distill    --direction smollm2-gemma --work DIR --minutes 22
+    python -m bench.quality distill    --direction smollm2-gemma --work DIR --minutes 27
     python -m bench.quality distill    --direction smollm2-gemma --work DIR --control --steps N
     python -m bench.quality evaluate   --direction smollm2-gemma --work DIR --context 192 --out results/NAME.json
 
@@ -45,10 +45,10 @@ FIT = FitOptions(
     held_out_examples=16,
 )
 DISTILL = DistillOptions(
-    minutes=22.0,
+    minutes=27.0,
     batch=4,
     handovers=4,
-    learning_rate=1e-4,
+    learning_rate=1.5e-4,
     warmup_share=0.06,
     judge_every=20,
     judged_examples=12,
