@@ -1,6 +1,7 @@
 """What every test shares: no network, one thread, a fixed seed, real models only on request."""
 
 import os
+from collections.abc import Iterator
 
 # Before anything imports a hub client: it reads these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -30,6 +31,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _all_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give real models all cores: they are tested one after another."""
+    few = torch.get_num_threads()
+    if request.node.get_closest_marker("real_model"):
+        torch.set_num_threads(os.cpu_count() or few)
+    yield
+    torch.set_num_threads(few)
 
 
 @pytest.fixture(autouse=True)
