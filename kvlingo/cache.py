@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvlingo.errors import UnsupportedCache
 from kvlingo.geometry import Geometry
@@ -147,6 +148,23 @@ def read_cache(
     return KV(tuple(keys), tuple(values), stop - start)
 
 
+class RecordingLayer(DynamicSlidingWindowLayer):
+    """A sliding layer that keeps what leaves its window, and shows the model no more than the mask is made for.
+
+    Older releases (5.16) show all that was recorded from the second pass on, which is longer than their mask.
+    """
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__(sliding_window=sliding_window)
+        self.activate_past_recording()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append to what is kept; return what the new tokens may see: [batch, kv_heads, visible, dim] each."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        visible = self.sliding_window - 1 + key_states.shape[-2]
+        return keys[:, :, -visible:], values[:, :, -visible:]
+
+
 def write_cache(kv: KV, rotary: Rotary, geometry: Geometry, config: Any) -> DynamicCache:
     """Make a cache ready for the model's next token from a `KV` of its first `kv.tokens` tokens.
 
@@ -164,7 +182,7 @@ def write_cache(kv: KV, rotary: Rotary, geometry: Geometry, config: Any) -> Dyna
         if count == 0:
             continue
         if shape.window is not None and hasattr(layer, "activate_past_recording"):
-            layer.activate_past_recording()
+            layer = cache.layers[index] = RecordingLayer(layer.sliding_window)
         positions = torch.arange(first, kv.tokens, device=kv.keys[index].device)
         keys = rotary.rotate(kv.keys[index][:, :, -count:], index, positions)
         layer.update(keys, kv.values[index][:, :, -count:])

@@ -109,7 +109,8 @@ def test_a_sliding_target_layer_gets_its_window_only() -> None:
         written = write_cache(read(lm, ids), lm.rotary, lm.geometry, lm.model.config)
         own = prefill(lm, ids).cache
         for mine, theirs in zip(written.layers, own.layers, strict=True):
-            assert type(mine) is type(theirs)
+            assert isinstance(mine, type(theirs))
+            assert mine.is_sliding == theirs.is_sliding
             assert mine.get_seq_length() == theirs.get_seq_length() == tokens
             torch.testing.assert_close(mine.keys, theirs.keys, atol=EXACT, rtol=0)
             torch.testing.assert_close(mine.values, theirs.values, atol=EXACT, rtol=0)
