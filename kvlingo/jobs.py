@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from kvlingo.alignment import read_more, tokenizer_relation
+from kvlingo.alignment import TokenizerRelation, read_more, tokenizer_relation
 from kvlingo.cost import TargetCost, break_even_tokens, handoff_flops, pass_flops
 from kvlingo.distillation import Distilled, DistillOptions, distill
 from kvlingo.errors import BadInput, KVLingoError, MissingExtra
@@ -69,6 +69,7 @@ from kvlingo.workplace import (
 Say = Callable[[str], None]
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 STATISTICS_TOKENS = 40_000
+ALIKE = 0.9  # share of all pieces that two vocabularies must have in common to be compared further
 
 
 @dataclass(frozen=True)
@@ -507,7 +508,7 @@ def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
         "supported": True,
         "source": side_facts(source),
         "target": side_facts(target),
-        "tokenizers": str(tokenizer_relation(source.tokenizer, target.tokenizer)),
+        "tokenizers": relation_of(source, target),
         "map_auto": {"kind": options.map_kind, "residual_width": options.residual_width},
         "num_bytes": {
             kind: {
@@ -522,6 +523,18 @@ def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
             for n in (64, 256, 1024, 4096, 16384)
         },
     }
+
+
+def relation_of(source: Outline, target: Outline) -> str:
+    """Say how two models' tokenizers are related; two vocabularies with little in common need no closer look."""
+    for side in (source, target):
+        if side.pieces is None:
+            return f"unknown ({side.name} brings no tokenizer)"
+    assert source.pieces is not None
+    assert target.pieces is not None
+    if len(source.pieces & target.pieces) < ALIKE * len(source.pieces | target.pieces):
+        return str(TokenizerRelation("different"))
+    return str(tokenizer_relation(source.load_tokenizer(), target.load_tokenizer()))
 
 
 def map_weights(config: TranslatorConfig) -> list[int]:

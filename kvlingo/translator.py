@@ -34,6 +34,7 @@ class TranslatorConfig:
         map_kind: linear (head-mixing), headwise (one head to one head), lowrank (head-mixing through `rank` dims).
         residual_width: hidden width of the head-mixing MLP residual; 0 for none.
         key_norms: which layers' keys end in the target's own norm: "head", "layer" (over all heads at once) or None.
+        fitted_tokens: the longest context it was fitted on; None where that is not known. Longer ones work, and plans say so.
     """
 
     source: Geometry
@@ -45,6 +46,7 @@ class TranslatorConfig:
     rank: int = 0
     residual_width: int = 0
     key_norms: tuple[str | None, ...] = ()
+    fitted_tokens: int | None = None
 
     @property
     def reads_text(self) -> bool:
