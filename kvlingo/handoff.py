@@ -182,17 +182,22 @@ def hand_off_batch(
     source: LanguageModel,
     target: LanguageModel,
     translator: Translator,
-    **options: Any,
+    *,
+    source_states: Sequence[ModelState] | None = None,
+    target_states: Sequence[ModelState | None] | None = None,
+    **dial: Any,
 ) -> list[HandOff]:
     """Hand several conversations over; go on from all of them at once with `generation.generate_batch`.
 
-    The source reads them in one batch. Translating and the short passes over sinks and tail run row by row: their lengths
-    differ, and a maps' cost grows with the tokens alone. `options` are those of `hand_off`, the same for every row.
+    Without `source_states` the source reads them in one batch. Translating and the short passes over sinks and tail run row by
+    row: their lengths differ, and a map's cost grows with the tokens alone. `dial` (sink, tail, native_layers, no_text) is the
+    same for every row.
     """
-    states = read_native_batch(conversations, source)
+    source_states = source_states or read_native_batch(conversations, source)
+    target_states = target_states or [None] * len(conversations)
     return [
-        hand_off(conversation, source, target, translator, source_state=state, **options)
-        for conversation, state in zip(conversations, states, strict=True)
+        hand_off(conversation, source, target, translator, source_state=mine, target_state=earlier, **dial)
+        for conversation, mine, earlier in zip(conversations, source_states, target_states, strict=True)
     ]
 
 

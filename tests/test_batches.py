@@ -17,8 +17,8 @@ from kvlingo.cache import KV, native_cache, take_row
 from kvlingo.corpus import examples
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.fitting import Collector, FitOptions, base_config
-from kvlingo.generation import generate, generate_batch
-from kvlingo.handoff import hand_off, hand_off_batch
+from kvlingo.generation import generate, generate_batch, grown
+from kvlingo.handoff import ModelState, hand_off, hand_off_batch, read_native_batch
 from kvlingo.models import LanguageModel, prefill, read
 from kvlingo.translator import identity_translator
 from tests import tiny
@@ -156,6 +156,32 @@ def test_a_batch_of_hand_offs_and_greedy_tokens_equal_the_rows_alone(family: str
         last = prefill(lm, lm.ids(words.ids[-1:]), cache=words.state.cache).logits[-1]
         cold = tiny.cold_logits(lm, lm.ids([*row.state.reading.ids, *words.ids]))[-1]
         torch.testing.assert_close(last, cold, atol=EXACT, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_batch_there_and_back(family: str) -> None:
+    """Each row goes back to where its beginning lies: only what was said in between is translated."""
+    lm = tiny.language_model(family)
+    translator = identity_translator(lm.geometry, torch.float64)
+    first = read_native_batch(TEXTS, lm)
+    there = hand_off_batch(TEXTS, lm, lm, translator, source_states=first)
+    said = [says(lm, done.state, REPLY) for done in there]
+    back = hand_off_batch([text + REPLY for text in TEXTS], lm, lm, translator, source_states=said, target_states=first)
+    for row, before in zip(back, first, strict=True):
+        assert row.plan.fallback is None
+        held = len(before.reading)
+        assert row.plan.translated == (held, held + len(REPLY) - 1)
+        cold = tiny.cold_logits(lm, lm.ids(row.state.reading.ids))[-1]
+        torch.testing.assert_close(logits_of(row), cold, atol=EXACT, rtol=0)
+
+
+REPLY = " answer to that"
+
+
+def says(lm: LanguageModel, state: ModelState, text: str) -> ModelState:
+    ids = lm.tokenizer(text, add_special_tokens=False)["input_ids"]
+    prefill(lm, lm.ids(ids), cache=state.cache)
+    return grown(lm, state, ids)
 
 
 def logits_of(done: Any) -> Tensor:
