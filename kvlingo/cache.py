@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from torch.nn.functional import pad
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvlingo.errors import UnsupportedCache
+from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.geometry import Geometry
 from kvlingo.rope import Rotary
+
+CacheKind = Literal["dynamic", "static", "offloaded"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,14 @@ class KV:
             self.tokens,
         )
 
+    def place(self, devices: Sequence[torch.device]) -> KV:
+        """Return a copy with each layer on its own device: where a model that is spread over several keeps it."""
+        return KV(
+            tuple(k.to(d) for k, d in zip(self.keys, devices, strict=True)),
+            tuple(v.to(d) for v, d in zip(self.values, devices, strict=True)),
+            self.tokens,
+        )
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
@@ -111,6 +122,9 @@ def native_cache(config: Any) -> DynamicCache:
     return DynamicCache(config=config)
 
 
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
 def read_cache(
     cache: Any,
     rotary: Rotary,
@@ -118,34 +132,127 @@ def read_cache(
     *,
     start: int = 0,
     stop: int | None = None,
+    position: int = 0,
+    row: int | None = None,
     partial: bool = False,
 ) -> KV:
     """Copy the tokens [start, stop) of a cache into a `KV`, un-rotating its keys.
 
-    The cache's first token is taken to stand at position 0. A sliding layer that no longer holds them all raises
-    `UnsupportedCache`; with `partial` it gives those that it holds (enough to go on from the cache's very end).
+    Any cache of transformers that keeps keys and values per token is read: dynamic, sliding, static, quantised (as the
+    model itself would read it next), offloaded.
+
+    Args:
+        position: where the cache's first token stands; minus the padding for a row that is padded on the left.
+        row: which row of a batch; None for all rows.
+        partial: let a sliding layer give less than `start` asks for, as long as the model can go on from `stop`.
+
+    Raises `UnsupportedCache` where a layer does not hold what is asked for.
     """
-    layers = cache.layers
-    if len(layers) != len(geometry):
-        raise UnsupportedCache(
-            f"the cache has {len(layers)} layers, the model {len(geometry)}; give the cache that this model filled"
-        )
-    tokens = cache.get_seq_length()
+    held = held_states(cache, geometry)
+    tokens = held[0].tokens
     stop = tokens if stop is None else stop
+    if not 0 <= start <= stop <= tokens:
+        raise UnsupportedCache(f"the cache holds {tokens} tokens, got the range {start} to {stop}; give one inside it")
+    rows = slice(None) if row is None else slice(row, row + 1)
     keys, values = [], []
-    for index, layer in enumerate(layers):
-        held = layer.keys.shape[2] if layer.is_initialized else 0
-        lost = tokens - held
-        if lost > start and not (partial and stop == tokens):
+    for index, (layer, shape) in enumerate(zip(held, geometry.layers, strict=True)):
+        lost = tokens - layer.keys.shape[2]
+        if lost > start and not (partial and lost <= shape.first_held(stop)):
             raise UnsupportedCache(
-                f"layer {index} of the cache holds {held} of {tokens} tokens, the others slid out of its window; "
+                f"layer {index} of the cache holds {tokens - lost} of {tokens} tokens, the others slid out of its window; "
                 "re-prefill, or let the source read into a full-length cache (kvlingo.models.prefill does)"
             )
         first = max(start, lost)
-        positions = torch.arange(first, stop, device=layer.keys.device)
-        keys.append(rotary.unrotate(layer.keys[:, :, first - lost : stop - lost], index, positions))
-        values.append(layer.values[:, :, first - lost : stop - lost].clone())
+        positions = torch.arange(first, stop, device=layer.keys.device) + position
+        keys.append(rotary.unrotate(layer.keys[rows, :, first - lost : stop - lost], index, positions))
+        values.append(layer.values[rows, :, first - lost : stop - lost].clone())
     return KV(tuple(keys), tuple(values), stop - start)
+
+
+def take_row(cache: Any, row: int, start: int, geometry: Geometry) -> DynamicCache:
+    """Return one row of a full-length cache as a cache of its own, without its first `start` slots (its padding)."""
+    single = full_cache()
+    for index, layer in enumerate(held_states(cache, geometry)):
+        if layer.keys.shape[2] < layer.tokens:
+            raise UnsupportedCache(
+                f"layer {index} of the cache holds {layer.keys.shape[2]} of {layer.tokens} tokens; a row is taken out of a "
+                "full-length cache only"
+            )
+        keys, values = (x[row : row + 1, :, start:].clone() for x in (layer.keys, layer.values))
+        single.update(keys, values, index)
+    return single
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one cache layer holds: the last tokens of those it has read. Shares the cache's storage: copy before use."""
+
+    keys: Tensor
+    values: Tensor
+    tokens: int
+
+
+def held_states(cache: Any, geometry: Geometry) -> list[Held]:
+    """Return what each layer of a cache holds. Every layer must have read the same tokens."""
+    if hasattr(cache, "cross_attention_cache"):
+        raise UnsupportedCache(
+            "this is the cache of an encoder-decoder: its cross-attention belongs to the encoder's input; re-prefill"
+        )
+    if not hasattr(cache, "layers"):
+        raise UnsupportedCache(
+            f"got a {type(cache).__name__}, expected a cache of transformers; wrap it: DynamicCache(data)"
+        )
+    if not cache.layers or not cache.get_seq_length():
+        raise UnsupportedCache("the cache is empty; let the model read the conversation first")
+    if len(cache.layers) != len(geometry):
+        raise UnsupportedCache(
+            f"the cache has {len(cache.layers)} layers, the model {len(geometry)}; give the cache that this model filled"
+        )
+    if getattr(cache, "offloading", False) and torch.cuda.is_available():
+        torch.cuda.synchronize()  # layers travel between devices on a stream of their own
+    held = [_held_by(layer, index) for index, layer in enumerate(cache.layers)]
+    for index, layer in enumerate(held):
+        if layer.tokens != held[0].tokens:
+            raise UnsupportedCache(
+                f"layer {index} of the cache has read {layer.tokens} tokens, layer 0 {held[0].tokens}; it was cut unevenly: "
+                "re-prefill, and cut with kvlingo.cache.truncate"
+            )
+    return held
+
+
+def _held_by(layer: Any, index: int) -> Held:
+    if getattr(layer, "keys", None) is None:
+        what = "a recurrent state" if hasattr(layer, "recurrent_states") else "nothing yet"
+        raise UnsupportedCache(f"layer {index} of the cache keeps {what}, not keys and values per token; re-prefill")
+    if hasattr(layer, "indexer_keys"):
+        raise UnsupportedCache(
+            f"layer {index} of the cache keeps an index beside its keys, which can't be made; re-prefill"
+        )
+    if hasattr(layer, "_quantized_keys"):
+        return _dequantised(layer)
+    tokens = int(layer.get_seq_length())
+    if not hasattr(layer, "max_cache_len"):
+        return Held(layer.keys, layer.values, tokens)
+    if not layer.is_sliding and tokens > layer.max_cache_len:
+        raise UnsupportedCache(
+            f"layer {index} of the cache has room for {layer.max_cache_len} tokens and was given {tokens}; re-prefill"
+        )
+    if getattr(layer, "kvlingo_first_slot_empty_at", None) == tokens:
+        return Held(layer.keys[:, :, 1:], layer.values[:, :, 1:], tokens)
+    return Held(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], tokens)
+
+
+def _dequantised(layer: Any) -> Held:
+    """Return what a quantised layer's next query reads: the quantised tokens, then those still kept as they came."""
+    keys, values = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
+    if getattr(layer, "_pending_beam_idx", None) is not None:
+        keys, values = layer._apply_pending_reorder(keys, values)
+    if layer.keys.ndim == 4:
+        keys, values = torch.cat((keys, layer.keys), dim=2), torch.cat((values, layer.values), dim=2)
+    return Held(keys, values, int(layer.get_seq_length()))
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 class RecordingLayer(DynamicSlidingWindowLayer):
@@ -165,27 +272,140 @@ class RecordingLayer(DynamicSlidingWindowLayer):
         return keys[:, :, -visible:], values[:, :, -visible:]
 
 
-def write_cache(kv: KV, rotary: Rotary, geometry: Geometry, config: Any) -> DynamicCache:
+def write_cache(
+    kv: KV,
+    rotary: Rotary,
+    geometry: Geometry,
+    config: Any,
+    *,
+    kind: CacheKind = "dynamic",
+    max_length: int | None = None,
+) -> Any:
     """Make a cache ready for the model's next token from a `KV` of its first `kv.tokens` tokens.
 
-    Sliding layers get only their window, and keep what comes after it: the model's own words stay readable when it hands
-    over in its turn. Keeps the graph, so that distillation can differentiate through it.
+    Sliding layers get only their window, and keep what comes after it (not in a static cache): the model's own words stay
+    readable when it hands over in its turn. Keeps the graph, so that distillation can differentiate through it.
+
+    Args:
+        kind: static: of fixed size, for `torch.compile`; offloaded: on the CPU between uses (needs a GPU).
+        max_length: tokens that a static cache has room for, those to come included.
     """
-    cache = native_cache(config)
+    return write_rows([kv], rotary, geometry, config, kind=kind, max_length=max_length)
+
+
+def write_rows(
+    rows: Sequence[KV],
+    rotary: Rotary,
+    geometry: Geometry,
+    config: Any,
+    *,
+    kind: CacheKind = "dynamic",
+    max_length: int | None = None,
+) -> Any:
+    """Make one cache of several rows of their own lengths, padded on the left with zeros.
+
+    The model needs an attention mask that hides the padding, and each row's own positions (`kvlingo.batches` gives both).
+    """
+    tokens = max(row.tokens for row in rows)
+    cache = _empty_cache(config, kind, tokens, max_length)
     for index, (layer, shape) in enumerate(zip(cache.layers, geometry.layers, strict=True)):
-        first = shape.first_held(kv.tokens)
-        if kv.tokens - kv.held(index) > first:
-            raise UnsupportedCache(
-                f"layer {index} needs tokens from {first} on, got {kv.held(index)} of {kv.tokens}; re-prefill"
-            )
-        count = kv.tokens - first
-        if count == 0:
-            continue
-        if shape.window is not None and hasattr(layer, "activate_past_recording"):
-            layer = cache.layers[index] = RecordingLayer(layer.sliding_window)
-        positions = torch.arange(first, kv.tokens, device=kv.keys[index].device)
-        keys = rotary.rotate(kv.keys[index][:, :, -count:], index, positions)
-        layer.update(keys, kv.values[index][:, :, -count:])
-        if shape.window is not None:
-            layer.cumulative_length = kv.tokens
+        slots = tokens - shape.first_held(tokens)
+        states = [_last_states(row, rotary, index, row.tokens - shape.first_held(row.tokens)) for row in rows]
+        if slots:
+            layer = _recording(cache, index)
+            keys, values = (_stacked(side, slots) for side in zip(*states, strict=True))
+            _fill(layer, keys, values, tokens)
+        if kind == "offloaded":
+            layer.offload()
     return cache
+
+
+def _last_states(kv: KV, rotary: Rotary, index: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return the rotated keys and the values of the last `count` tokens of a layer."""
+    first = kv.tokens - count
+    if kv.held(index) < count:
+        raise UnsupportedCache(
+            f"layer {index} needs tokens from {first} on, got {kv.held(index)} of {kv.tokens}; re-prefill"
+        )
+    held = slice(kv.held(index) - count, None)
+    positions = torch.arange(first, kv.tokens, device=kv.keys[index].device)
+    return rotary.rotate(kv.keys[index][:, :, held], index, positions), kv.values[index][:, :, held]
+
+
+def _stacked(rows: Sequence[Tensor], slots: int) -> Tensor:
+    """Stack rows of their own lengths, padded on the left with zeros; one row alone needs no copy."""
+    padded = [pad(x, (0, 0, slots - x.shape[2], 0)) if x.shape[2] < slots else x for x in rows]
+    return padded[0] if len(padded) == 1 else torch.cat(padded)
+
+
+def _empty_cache(config: Any, kind: CacheKind, tokens: int, max_length: int | None) -> Any:
+    if kind == "static":
+        if max_length is None or max_length <= tokens:
+            raise BadInput(
+                f"a static cache of {tokens} tokens needs room for at least one more, got max_length={max_length}; give it"
+            )
+        return StaticCache(config=config, max_cache_len=max_length)
+    if kind == "offloaded":
+        if not torch.cuda.is_available():
+            raise BadInput('an offloaded cache needs a GPU to come back to; there is none: use kind="dynamic"')
+        return DynamicCache(config=config, offloading=True)
+    if kind != "dynamic":
+        raise BadInput(f"unknown cache kind {kind!r}; use dynamic, static or offloaded")
+    return native_cache(config)
+
+
+def _recording(cache: Any, index: int) -> Any:
+    """Return a layer of an empty cache; a sliding one is put in its place that keeps what leaves its window."""
+    layer = cache.layers[index]
+    if hasattr(layer, "activate_past_recording"):
+        layer = cache.layers[index] = RecordingLayer(layer.sliding_window)
+    return layer
+
+
+def _fill(layer: Any, keys: Tensor, values: Tensor, tokens: int) -> None:
+    """Put the last of `tokens` tokens into an empty layer, as if it had read them all."""
+    static = hasattr(layer, "max_cache_len")
+    if static and layer.is_sliding and tokens >= layer.max_cache_len:
+        layer.lazy_initialization(keys, values)
+        layer.keys[:, :, -keys.shape[2] :] = keys
+        layer.values[:, :, -values.shape[2] :] = values
+        layer.cumulative_length_int = tokens
+        # A query sees one token fewer than there are slots: the first is dropped before the next one, and not needed here.
+        layer.kvlingo_first_slot_empty_at = tokens
+        return
+    layer.update(keys, values)
+    if layer.is_sliding and not static:
+        layer.cumulative_length = tokens
+
+
+# --- cutting ---------------------------------------------------------------------------------------------------------
+
+
+def truncate(cache: Any, tokens: int, geometry: Geometry, config: Any) -> DynamicCache:
+    """Return a new dynamic cache of the first `tokens` tokens; the old one stays as it is.
+
+    `crop` of transformers means something else for each kind of layer and in each version. Here sliding layers keep all
+    that they hold, and a layer that can't go on from there raises `UnsupportedCache`: what slid out of its window, or
+    what a recurrent state has swallowed, can't be had back.
+    """
+    new = native_cache(config)
+    if tokens == 0:
+        return new
+    for index, layer in enumerate(getattr(cache, "layers", ())):
+        if hasattr(layer, "recurrent_states"):
+            raise UnsupportedCache(
+                f"layer {index} of the cache keeps a recurrent state, which can't be cut; re-prefill"
+            )
+    held = held_states(cache, geometry)
+    if not 0 <= tokens <= held[0].tokens:
+        raise UnsupportedCache(f"the cache holds {held[0].tokens} tokens, got {tokens}; cut to that many at most")
+    for index, (old, shape) in enumerate(zip(held, geometry.layers, strict=True)):
+        lost = old.tokens - old.keys.shape[2]
+        if lost > shape.first_held(tokens):
+            raise UnsupportedCache(
+                f"layer {index} lost the first {lost} of {old.tokens} tokens to its window and needs those from "
+                f"{shape.first_held(tokens)} on to go back to {tokens}; re-prefill"
+            )
+        keys, values = (x[:, :, : tokens - lost].clone() for x in (old.keys, old.values))
+        _fill(_recording(new, index), keys, values, tokens)
+    return new

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from kvlingo.alignment import tokenizer_relation
+from kvlingo.alignment import TokenizerRelation, tokenizer_relation
 from kvlingo.cost import TargetCost, break_even_tokens, handoff_flops, pass_flops
 from kvlingo.models import LanguageModel, Outline, outline, quiet_loading
 from kvlingo.shapes import FitOptions, base_config, choose_map
@@ -19,6 +19,7 @@ from kvlingo.store import read_manifest
 from kvlingo.translator import MAP_KINDS, Translator, TranslatorConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+ALIKE = 0.9  # share of all pieces that two vocabularies must have in common to be compared further
 
 
 def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
         "supported": True,
         "source": side_facts(source),
         "target": side_facts(target),
-        "tokenizers": str(tokenizer_relation(source.tokenizer, target.tokenizer)),
+        "tokenizers": relation_of(source, target),
         "map_auto": {"kind": options.map_kind, "residual_width": options.residual_width},
         "num_bytes": {
             kind: {
@@ -89,6 +90,18 @@ def size_of(config: TranslatorConfig, storage: str = "float32") -> int:
     """Return a translator's size in bytes without making it."""
     with torch.device("meta"):
         return Translator(config).num_bytes(BYTES[storage])
+
+
+def relation_of(source: Outline, target: Outline) -> str:
+    """Say how two models' tokenizers are related; two vocabularies with little in common need no closer look."""
+    for side in (source, target):
+        if side.pieces is None:
+            return f"unknown ({side.name} brings no tokenizer)"
+    assert source.pieces is not None
+    assert target.pieces is not None
+    if len(source.pieces & target.pieces) < ALIKE * len(source.pieces | target.pieces):
+        return str(TokenizerRelation("different"))
+    return str(tokenizer_relation(source.load_tokenizer(), target.load_tokenizer()))
 
 
 def map_weights(config: TranslatorConfig) -> list[int]:

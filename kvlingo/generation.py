@@ -1,21 +1,25 @@
 """Go on from a cache: one token at a time, greedy or sampled, as a stream of text.
 
-Knows one model and its state. Drives its own loop, so that positions never depend on what `generate()` infers from masks.
+Knows one model and its states. Drives its own loop, so that positions never depend on what `generate()` infers from masks;
+`generate_arguments` prepares what the model's own `generate()` needs to go on from a state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvlingo.batches import join, prefill_batch, row_kv
+from kvlingo.cache import read_cache, truncate
 from kvlingo.errors import BadInput
-from kvlingo.handoff import ModelState
+from kvlingo.handoff import ModelState, target_cache
 from kvlingo.models import LanguageModel, prefill
 from kvlingo.plan import Provenance, Span, SpanKind
+from kvlingo.probing import cache_argument
 from kvlingo.reading import read_more
 
 
@@ -38,15 +42,11 @@ class Generation:
         seed: int | None,
         stop_at_eos: bool,
     ) -> None:
-        if max_new_tokens < 1:
-            raise BadInput(f"max_new_tokens is {max_new_tokens}; give at least 1")
-        if temperature < 0 or not 0 < top_p <= 1:
-            raise BadInput(f"temperature {temperature} and top_p {top_p}; they must be >= 0 and in (0, 1]")
+        check_sampling(max_new_tokens, temperature, top_p)
         self.lm, self.state, self.ids = lm, state, list[int]()
         self._logits, self._max, self._stop = logits, max_new_tokens, stop_at_eos
         self._temperature, self._top_p = temperature, top_p
-        self._generator = torch.Generator(device=logits.device)
-        self._generator.manual_seed(seed if seed is not None else torch.seed())
+        self._generator = seeded(logits.device, seed)
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[str]:
@@ -100,6 +100,104 @@ def generate(
     )
 
 
+@dataclass(frozen=True)
+class Generated:
+    """What one row of a batch said, and the state it then holds: everything but its last token."""
+
+    ids: tuple[int, ...]
+    text: str
+    state: ModelState
+
+
+@torch.no_grad()
+def generate_batch(
+    lm: LanguageModel,
+    states: Sequence[ModelState],
+    logits: Sequence[Tensor],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop_at_eos: bool = True,
+) -> list[Generated]:
+    """Go on from several states at once, each row as `generate` would alone (with the same seed, if it samples).
+
+    The states' own caches stay as they are. A row that has ended is carried along until all have; what it is fed then is
+    never looked at.
+    """
+    check_sampling(max_new_tokens, temperature, top_p)
+    ends = end_ids(lm) if stop_at_eos else frozenset()
+    kvs = [read_cache(s.cache, lm.rotary, lm.geometry, partial=True) for s in states]
+    batch, following = join(lm, kvs), torch.stack(list(logits))
+    generators = [seeded(following.device, seed) for _ in states]
+    said: list[list[int]] = [[] for _ in states]
+    for number in range(max_new_tokens):
+        chosen = [choose(row, temperature, top_p, g) for row, g in zip(following, generators, strict=True)]
+        for row, token in zip(said, chosen, strict=True):
+            if not row or row[-1] not in ends:
+                row.append(token)
+        if number + 1 == max_new_tokens or all(row[-1] in ends for row in said):
+            break
+        following = prefill_batch(lm, [lm.ids([token]) for token in chosen], batch=batch).logits[:, -1]
+    found = []
+    for index, (state, kv, ids) in enumerate(zip(states, kvs, said, strict=True)):
+        held = row_kv(lm, batch, index, tokens=kv.tokens + len(ids) - 1, partial=True)
+        after = grown(lm, replace(state, cache=target_cache(lm, held)), ids)
+        words = ids[:-1] if ids[-1] in ends else ids
+        found.append(Generated(tuple(ids), lm.tokenizer.decode(words, skip_special_tokens=True), after))
+    return found
+
+
+def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
+    """Raise `BadInput` for what can't be sampled with."""
+    if max_new_tokens < 1:
+        raise BadInput(f"max_new_tokens is {max_new_tokens}; give at least 1")
+    if temperature < 0 or not 0 < top_p <= 1:
+        raise BadInput(f"temperature {temperature} and top_p {top_p}; they must be >= 0 and in (0, 1]")
+
+
+def seeded(device: torch.device, seed: int | None) -> torch.Generator:
+    """Return a random generator; without a seed, a new one each time."""
+    generator = torch.Generator(device=device)
+    generator.manual_seed(seed if seed is not None else torch.seed())
+    return generator
+
+
+def generate_arguments(
+    lm: LanguageModel,
+    state: ModelState,
+    input_ids: Sequence[int] | None = None,
+    attention_mask: Tensor | None = None,
+) -> dict[str, Any]:
+    """Return what `lm.model.generate(**arguments)` needs to go on from a state.
+
+    `generate` infers positions and what is left to read from the lengths of ids, mask and cache, differently in each version,
+    and needs at least one token to read. So it gets all ids, a mask over all of them, and a copy of the cache that stops
+    before the last id; the state stays as it is.
+
+    Args:
+        input_ids: all ids of the conversation, the cached ones first; those of the state by default.
+        attention_mask: checked, where the caller has one: one row has no padding.
+    """
+    length = int(state.cache.get_seq_length())
+    cached = state.reading.ids[:length]
+    ids = tuple(state.reading.ids if input_ids is None else input_ids)
+    if ids[:length] != cached:
+        raise BadInput(
+            f"got {len(ids)} ids that don't begin with the {length} in the cache; give all ids of the conversation, "
+            "the cached ones first"
+        )
+    if attention_mask is not None and (attention_mask.shape[-1] != len(ids) or not bool(attention_mask.all())):
+        raise BadInput(
+            f"got an attention mask of {attention_mask.shape[-1]} entries, {int(attention_mask.sum())} of them 1, for "
+            f"{len(ids)} ids; give one 1 for each id, cached ones included, or no mask"
+        )
+    cache = truncate(state.cache, min(length, len(ids) - 1), lm.geometry, lm.model.config)
+    row = lm.ids(ids)[None]
+    return {"input_ids": row, "attention_mask": torch.ones_like(row), cache_argument(lm.model): cache}
+
+
 def choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
     """Pick the next token from logits [vocabulary]."""
     if temperature == 0:
@@ -146,7 +244,7 @@ class Incremental:
 def grown(lm: LanguageModel, state: ModelState, ids: Sequence[int]) -> ModelState:
     """Return the state with the generated ids that are in its cache by now."""
     before = len(state.reading.ids)
-    held = ids[: state.cache.get_seq_length() - before]
+    held = ids[: int(state.cache.get_seq_length()) - before]
     if not held:
         return state
     exact = all(s.provenance is Provenance.EXACT for s in state.spans)

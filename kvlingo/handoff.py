@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from kvlingo.alignment import align
-from kvlingo.cache import KV, concat, read_cache, write_cache
+from kvlingo.batches import prefill_batch
+from kvlingo.cache import KV, concat, read_cache, take_row, write_cache
 from kvlingo.errors import BadInput, UnsupportedCache
-from kvlingo.models import LanguageModel, native_layers, prefill, read
+from kvlingo.models import LanguageModel, layer_devices, native_layers, prefill, read
 from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan
 from kvlingo.reading import Reading, read_chat, read_text
 from kvlingo.translator import Translator, check_geometry
@@ -52,30 +53,32 @@ def assemble(
         prefix = read(target, ids[:start])
     if start == stop:
         return prefix if prefix is not None else empty_kv(target)
-    dtype = _translator_dtype(translator)
-    embeddings = target.embed(ids).to(dtype) if translator.config.reads_text else None
+    device, dtype = _place_of(translator)
+    embeddings = target.embed(ids).to(device, dtype) if translator.config.reads_text else None
     exact = max(plan.native_layers, translator.config.first_layer)
     if first_layers is None and exact:
         with torch.no_grad():
             first_layers = native_layers(target, ids[:stop], exact)
     native = None if first_layers is None or not exact else _first(first_layers, exact).narrow(start, stop)
     middle = translator(
-        source_kv.to(dtype=dtype) if source_kv is not None else None,
+        source_kv.to(device, dtype) if source_kv is not None else None,
         alignment[start:stop],
         embeddings,
         start=start,
         skip=None
         if in_full
         else [max(0, min(layer.first_held(stop), stop) - start) for layer in target.geometry.layers],
-        native=native.to(dtype=dtype) if native is not None else None,
+        native=native.to(device, dtype) if native is not None else None,
     ).to(target.device, target.dtype)
     if prefix is None or not start:
         return middle
-    return concat([prefix if prefix.tokens == start else prefix.narrow(0, start), middle])
+    before = prefix if prefix.tokens == start else prefix.narrow(0, start)
+    return concat([before.to(target.device, target.dtype), middle])
 
 
-def _translator_dtype(translator: Translator) -> torch.dtype:
-    return next(translator.buffers()).dtype
+def _place_of(translator: Translator) -> tuple[torch.device, torch.dtype]:
+    buffer = next(translator.buffers())
+    return buffer.device, buffer.dtype
 
 
 def _first(kv: KV, layers: int) -> KV:
@@ -95,8 +98,9 @@ def empty_kv(lm: LanguageModel) -> KV:
 
 
 def target_cache(target: LanguageModel, kv: KV) -> Any:
-    """Write a KV into a cache that the target can go on from."""
-    return write_cache(kv, target.rotary, target.geometry, target.model.config)
+    """Write a KV into a cache that the target can go on from, each layer where the model keeps that layer."""
+    placed = kv.place(layer_devices(target.model))
+    return write_cache(placed, target.rotary, target.geometry, target.model.config)
 
 
 def continuation_logits(target: LanguageModel, kv: KV | None, tail: Tensor, continuation: Tensor) -> Tensor:
@@ -113,6 +117,7 @@ def continuation_logits(target: LanguageModel, kv: KV | None, tail: Tensor, cont
 # --- the hand-over of a conversation ---------------------------------------------------------------------------------
 
 Conversation = str | Sequence[Message]
+WHY_READ = "the model read it"
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,44 @@ def read_native(conversation: Conversation, lm: LanguageModel) -> ModelState:
     """Let a model read a conversation from scratch into a full-length cache: what a source holds before a hand-over."""
     reading = read_conversation(conversation, lm, add_generation_prompt=False)
     cache = prefill(lm, lm.ids(reading.ids), full_length=True).cache
-    return ModelState(reading, cache, reprefill_plan(len(reading.ids), "the model read it").spans)
+    return ModelState(reading, cache, reprefill_plan(len(reading.ids), WHY_READ).spans)
+
+
+@torch.no_grad()
+def read_native_batch(conversations: Sequence[Conversation], lm: LanguageModel) -> list[ModelState]:
+    """Let a model read several conversations at once, padded on the left; each comes out as if it had been read alone."""
+    readings = [read_conversation(c, lm, add_generation_prompt=False) for c in conversations]
+    batch = prefill_batch(lm, [lm.ids(r.ids) for r in readings], full_length=True).batch
+    return [
+        ModelState(
+            reading, take_row(batch.cache, row, start, lm.geometry), reprefill_plan(len(reading), WHY_READ).spans
+        )
+        for row, (reading, start) in enumerate(zip(readings, batch.padding, strict=True))
+    ]
+
+
+def hand_off_batch(
+    conversations: Sequence[Conversation],
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    *,
+    source_states: Sequence[ModelState] | None = None,
+    target_states: Sequence[ModelState | None] | None = None,
+    **dial: Any,
+) -> list[HandOff]:
+    """Hand several conversations over; go on from all of them at once with `generation.generate_batch`.
+
+    Without `source_states` the source reads them in one batch. Translating and the short passes over sinks and tail run row by
+    row: their lengths differ, and a map's cost grows with the tokens alone. `dial` (sink, tail, native_layers, no_text) is the
+    same for every row.
+    """
+    source_states = source_states or read_native_batch(conversations, source)
+    target_states = target_states or [None] * len(conversations)
+    return [
+        hand_off(conversation, source, target, translator, source_state=mine, target_state=earlier, **dial)
+        for conversation, mine, earlier in zip(conversations, source_states, target_states, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -184,7 +226,8 @@ def hand_off(
         sink, tail, native_layers: the quality-latency dial: first and last tokens, and first layers, that the target computes
             itself. At least one token is always left for it to read.
         source_state: what the source holds (with its answers); without it the source reads the conversation first.
-        target_state: what the target holds from an earlier turn; the common prefix stays native.
+        target_state: what the target holds from an earlier turn; the common prefix stays native, with the provenance that it
+            has there: what was translated once for this target is not made again.
         no_text: the target sees no text: every token after the constant sinks is translated, and it starts at the next new
             token. Needs a translator fitted without text. Not anonymous: a cache can be read back.
 
@@ -208,9 +251,11 @@ def hand_off(
         sink=sink,
         tail=tail,
         native=native,
+        earlier=target_state.spans if target_state is not None else (),
         native_layers=native_layers,
         no_text=no_text,
         untrusted=source_state.translated_until,
+        fitted_tokens=translator.config.fitted_tokens,
     )
     if no_text:
         refuse_to_read(plan, sink)
@@ -269,7 +314,8 @@ def carry_out(
         source_kv, offset = None, 0
         if translator.config.reads_source:
             lag = max(translator.config.source_lags)
-            offset = max(0, int(alignment[start]) - lag)
+            # A map that also reads the token before sees no translated one: the first token to be trusted is repeated.
+            offset = max(source_state.translated_until, int(alignment[start]) - lag, 0)
             source_kv = read_cache(source_state.cache, source.rotary, source.geometry, start=offset)
         kv = assemble(plan, target, translator, source_kv, alignment - offset, ids, prefix=prefix)
         return plan, target_cache(target, kv)
@@ -279,13 +325,13 @@ def carry_out(
 
 
 def common_prefix(state: ModelState | None, reading: Reading) -> int:
-    """Return how many first tokens of `reading` the state's cache holds exactly as they are."""
+    """Return how many first tokens of `reading` the state's cache holds, of whatever provenance; one is left to read."""
     if state is None:
         return 0
-    held = min(state.cache.get_seq_length(), len(reading.ids) - 1)
-    trusted = min((s.start for s in state.spans if s.provenance is Provenance.TRANSLATED), default=held)
-    pairs = zip(state.reading.ids[: min(held, trusted)], reading.ids, strict=False)
-    return next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), min(held, trusted))
+    known = max((s.stop for s in state.spans), default=0)
+    held = min(int(state.cache.get_seq_length()), known, len(reading.ids) - 1)
+    pairs = zip(state.reading.ids[:held], reading.ids, strict=False)
+    return next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), held)
 
 
 def native_prefix(plan: HandoffPlan, target: LanguageModel, state: ModelState | None) -> KV | None:

@@ -12,10 +12,10 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers.utils import logging as hf_logging
 from kvlingo.cache import KV, full_cache, native_cache, read_cache
 from kvlingo.errors import BadInput, KVLingoError, MissingExtra, UnsupportedModel
 from kvlingo.geometry import Geometry
+from kvlingo.gguf_header import read_gguf_header
 from kvlingo.probing import layer_geometry, probe_geometry, probe_key_norms, refuse_other_caches, run
 from kvlingo.rope import Rotary
 
@@ -104,7 +105,7 @@ def prefill(
         )
     if cache is None:
         cache = full_cache() if full_length else native_cache(lm.model.config)
-    past = cache.get_seq_length()
+    past = int(cache.get_seq_length())  # a static cache counts in a tensor
     logits = run(
         lm.model,
         input_ids=ids[None],
@@ -160,11 +161,7 @@ def _batch_to_tokens(x: Tensor, index: Tensor) -> Tensor:
 def first_layers(model: Any, count: int) -> nn.Module:
     """Return a decoder made of the model's first `count` layers; it shares all weights with the model."""
     decoder = model.get_decoder()
-    name, layers = next(
-        (n, m)
-        for n, m in decoder.named_children()
-        if isinstance(m, nn.ModuleList) and len(m) == decoder.config.num_hidden_layers
-    )
+    name, layers = decoder_layers(decoder)
     config = copy.deepcopy(decoder.config)
     config.num_hidden_layers = count
     if getattr(config, "layer_types", None):
@@ -174,6 +171,30 @@ def first_layers(model: Any, count: int) -> nn.Module:
     for child_name, child in decoder.named_children():
         setattr(view, child_name, nn.ModuleList(layers[:count]) if child_name == name else child)
     return view.eval()
+
+
+def decoder_layers(decoder: Any) -> tuple[str, nn.ModuleList]:
+    """Return a decoder's list of layers and the name it has there."""
+    return next(
+        (name, module)
+        for name, module in decoder.named_children()
+        if isinstance(module, nn.ModuleList) and len(module) == decoder.config.num_hidden_layers
+    )
+
+
+def layer_devices(model: Any) -> tuple[torch.device, ...]:
+    """Return where each layer computes, which is where its part of a cache has to be.
+
+    A model spread over devices (`device_map`) says so on its layers' hooks: the weights of a layer that is kept elsewhere
+    are nowhere (on PyTorch's meta device) until it runs.
+    """
+    _, layers = decoder_layers(model.get_decoder())
+    return tuple(_device_of(layer) for layer in layers)
+
+
+def _device_of(layer: nn.Module) -> torch.device:
+    device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
+    return next(layer.parameters()).device if device is None else torch.device(device)
 
 
 def with_vocabulary(lm: LanguageModel, ids: Tensor) -> LanguageModel:
@@ -393,11 +414,14 @@ class Outline:
         total_weights: all parameters, tied ones once.
         layer_weights: those of the decoder's layers: what one token passes through (all experts, where there are experts).
         query_widths: query features of each layer.
+        load_tokenizer: gives the tokenizer, or None where the model brings none; slow for a .gguf file.
+        pieces: the vocabulary as it is spelled; None without a tokenizer.
     """
 
     name: str
     kind: str
-    tokenizer: Any
+    load_tokenizer: Callable[[], Any]
+    pieces: frozenset[bytes] | None
     geometry: Geometry
     total_weights: int
     layer_weights: int
@@ -410,14 +434,9 @@ def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
     Shapes are read off a prefill of a model whose weights have no data (PyTorch's meta device), by the same code that a
     loaded model is probed with. Raises `UnsupportedModel` or `BadInput` with one sentence.
     """
-    file = {"gguf_file": Path(name).name} if str(name).endswith(".gguf") else {}
-    place = Path(name).parent if file else name
-    if file:
-        check_gguf(Path(name))
     with _clear_load_errors(str(name)):
-        config = AutoConfig.from_pretrained(place, **file)
+        config, load_tokenizer, pieces = _described(name)
         refuse_by_config(config)
-        tokenizer = AutoTokenizer.from_pretrained(place, **file)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
             cache = native_cache(model.config)
@@ -427,11 +446,13 @@ def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
     text_config = model.config.get_text_config(decoder=True)
     layers = tuple(layer_geometry(layer, None) for layer in cache.layers)
     embedding = model.get_input_embeddings().weight
-    _refuse_other_vocabulary(str(name), tokenizer, embedding.shape[0])
+    if not str(name).endswith(".gguf"):  # a .gguf file keeps its embedding's rows as its vocabulary
+        _refuse_other_vocabulary(str(name), load_tokenizer(), embedding.shape[0])
     return Outline(
         name=Path(name).name if Path(name).exists() else str(name),
         kind=model.config.model_type,
-        tokenizer=tokenizer,
+        load_tokenizer=load_tokenizer,
+        pieces=pieces,
         geometry=Geometry(
             layers, embedding.shape[1], embedding.shape[0], getattr(text_config, "max_position_embeddings", None)
         ),
@@ -439,6 +460,39 @@ def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
         layer_weights=sum(p.numel() for n, p in model.get_decoder().named_parameters() if n.startswith("layers.")),
         query_widths=tuple(text_config.num_attention_heads * layer.key_dim for layer in layers),
     )
+
+
+def _described(name: str | Path) -> tuple[Any, Callable[[], Any], frozenset[bytes] | None]:
+    """Return a model's config, what loads its tokenizer, and the pieces of its vocabulary."""
+    if str(name).endswith(".gguf"):
+        return _described_gguf(Path(name))
+    config = AutoConfig.from_pretrained(name)
+    if Path(name).is_dir() and not any((Path(name) / file).exists() for file in TOKENIZER_FILES):
+        return config, lambda: None, None
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    return config, lambda: tokenizer, frozenset(piece.encode() for piece in tokenizer.get_vocab())
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+
+
+def _described_gguf(file: Path) -> tuple[Any, Callable[[], Any], frozenset[bytes] | None]:
+    """As `_described`, with the config read off a copy of the file's header that has no vocabulary."""
+    header = read_gguf_header(file)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / file.name).write_bytes(header.stub())
+        config = AutoConfig.from_pretrained(folder, gguf_file=file.name)
+    if header.pieces and not any(key.endswith(".vocab_size") for key in header.entries):
+        config.get_text_config(decoder=True).vocab_size = len(header.pieces)
+    load = lru_cache(maxsize=1)(lambda: AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name))
+    return config, load, frozenset(header.pieces) or None
 
 
 logging.getLogger("transformers.modeling_gguf_pytorch_utils").setLevel(logging.ERROR)

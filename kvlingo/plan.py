@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from itertools import groupby
 from typing import Any
+
+EARLIER = "the target's own earlier cache"
 
 
 class SpanKind(StrEnum):
@@ -48,6 +51,8 @@ class HandoffPlan:
     Fields:
         native_layers: the first layers whose cache is exact throughout (layer 0 costs no context: it depends on the token alone).
         fallback: why nothing is translated, or None.
+        hops: how often the least trusted span was translated; 0 where all is the target's own reading. Never above 1 by
+            default: a translation is not translated again.
     """
 
     tokens: int
@@ -89,9 +94,11 @@ def plan_handoff(
     sink: int = 1,
     tail: int = 1,
     native: int = 0,
+    earlier: Sequence[Span] = (),
     native_layers: int = 0,
     no_text: bool = False,
     untrusted: int = 0,
+    fitted_tokens: int | None = None,
 ) -> HandoffPlan:
     """Plan the hand-over of `len(alignment)` target tokens.
 
@@ -101,9 +108,11 @@ def plan_handoff(
             sinks are a population of their own).
         tail: last tokens that the target reads itself, at least 1 and at least what the source has not read.
         native: tokens that the target's own earlier cache holds.
+        earlier: the spans of that cache: they say how far it can be trusted. Without them it counts as exact.
         no_text: the target gets no text: it reads no tail, and no sinks beyond `sink`.
         untrusted: source tokens before this one are themselves translated; a translation of a translation is never made, so
             target tokens aligned to them are native or recomputed.
+        fitted_tokens: the longest context that the translator was fitted on, where it is known; beyond it the plan says so.
     """
     tokens = len(alignment)
     unread = sum(1 for source in alignment if source < 0)
@@ -114,14 +123,43 @@ def plan_handoff(
     least_tail = 0 if no_text else 1
     stop = tokens - max(tail if not no_text else 0, unread, least_tail)
     if stop <= head:
-        return _all_recomputed(tokens, native, f"no tokens lie between {head} first and {tokens - stop} last ones")
+        reason = f"no tokens lie between {head} first and {tokens - stop} last ones"
+        return _all_recomputed(tokens, native, reason, earlier)
+    held = native_spans(native, earlier)
     spans = [
-        Span(0, native, SpanKind.NATIVE, Provenance.EXACT, "the target's own earlier cache"),
-        Span(native, head, SpanKind.RECOMPUTED, Provenance.EXACT, _why_recomputed(native, twice)),
-        Span(head, stop, SpanKind.TRANSLATED, Provenance.TRANSLATED, "from the source's cache"),
+        *held,
+        Span(native, head, SpanKind.RECOMPUTED, _own_after(held), _why_recomputed(native, twice)),
+        Span(head, stop, SpanKind.TRANSLATED, Provenance.TRANSLATED, _why_translated(stop, fitted_tokens)),
         Span(stop, tokens, SpanKind.RECOMPUTED, Provenance.OWN, "tail"),
     ]
-    return HandoffPlan(tokens, tuple(s for s in spans if len(s)), native_layers, None, 1)
+    return _plan(tokens, spans, native_layers, None)
+
+
+def native_spans(native: int, earlier: Sequence[Span] = ()) -> list[Span]:
+    """Return the first `native` tokens of an earlier cache, each with the provenance that it has there."""
+    if not earlier:
+        return [Span(0, native, SpanKind.NATIVE, Provenance.EXACT, EARLIER)]
+    kept = [s for s in earlier if s.start < native]
+    runs = [list(run) for _, run in groupby(kept, key=lambda s: s.provenance)]
+    return [Span(run[0].start, min(run[-1].stop, native), SpanKind.NATIVE, run[0].provenance, EARLIER) for run in runs]
+
+
+def _own_after(held: Sequence[Span]) -> Provenance:
+    """Return what the target's own reading is worth after these spans."""
+    exact = all(s.provenance is Provenance.EXACT for s in held if len(s))
+    return Provenance.EXACT if exact else Provenance.OWN
+
+
+def _plan(tokens: int, spans: Sequence[Span], native_layers: int, fallback: str | None) -> HandoffPlan:
+    kept = tuple(s for s in spans if len(s))
+    hops = int(any(s.provenance is Provenance.TRANSLATED for s in kept))
+    return HandoffPlan(tokens, kept, native_layers, fallback, hops)
+
+
+def _why_translated(stop: int, fitted_tokens: int | None) -> str:
+    if fitted_tokens is None or stop <= fitted_tokens:
+        return "from the source's cache"
+    return f"from the source's cache, {stop} tokens into it: fitted on contexts of up to {fitted_tokens}"
 
 
 def _why_recomputed(native: int, twice: int) -> str:
@@ -132,14 +170,12 @@ def _why_recomputed(native: int, twice: int) -> str:
 
 def reprefill_plan(tokens: int, reason: str, *, native: int = 0) -> HandoffPlan:
     """Plan a plain re-prefill; `reason` is what the user sees."""
-    return _all_recomputed(tokens, native, reason)
+    return _all_recomputed(tokens, native, reason, ())
 
 
-def _all_recomputed(tokens: int, native: int, reason: str) -> HandoffPlan:
+def _all_recomputed(tokens: int, native: int, reason: str, earlier: Sequence[Span]) -> HandoffPlan:
     # One token is always left for the target to read: its logits are what generation starts from.
     native = max(0, min(native, tokens - 1))
-    spans = [
-        Span(0, native, SpanKind.NATIVE, Provenance.EXACT, "the target's own earlier cache"),
-        Span(native, tokens, SpanKind.RECOMPUTED, Provenance.EXACT, "re-prefill"),
-    ]
-    return HandoffPlan(tokens, tuple(s for s in spans if len(s)), 0, reason, 0)
+    held = native_spans(native, earlier)
+    spans = [*held, Span(native, tokens, SpanKind.RECOMPUTED, _own_after(held), "re-prefill")]
+    return _plan(tokens, spans, 0, reason)

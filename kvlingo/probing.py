@@ -23,8 +23,12 @@ PROBE_POSITIONS = (1, 777)
 
 def run(module: nn.Module, *, cache: Any, **kwargs: Any) -> Any:
     """Call a transformers module with a cache under the name that this version uses."""
-    name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
-    return module(**{name: cache}, use_cache=True, **kwargs)
+    return module(**{cache_argument(module): cache}, use_cache=True, **kwargs)
+
+
+def cache_argument(module: nn.Module) -> str:
+    """Return the name under which this version of transformers takes a cache."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 def probe_geometry(model: Any) -> tuple[Geometry, Rotary]:

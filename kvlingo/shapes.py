@@ -80,6 +80,7 @@ def base_config(source: LanguageModel, target: LanguageModel, options: FitOption
         map_kind=options.map_kind,
         rank=options.rank if options.map_kind == "lowrank" else 0,
         residual_width=options.residual_width,
+        fitted_tokens=max(options.context_tokens),
     )
 
 

@@ -8,6 +8,7 @@ tensors and geometry; does not know models, tokenizers or caches' insides.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ class TranslatorConfig:
         map_kind: linear (head-mixing), headwise (one head to one head), lowrank (head-mixing through `rank` dims).
         residual_width: hidden width of the head-mixing MLP residual; 0 for none.
         key_norms: which layers' keys end in the target's own norm: "head", "layer" (over all heads at once) or None.
+        fitted_tokens: the longest context it was fitted on; None where that is not known. Longer ones work, and plans say so.
     """
 
     source: Geometry
@@ -45,6 +47,7 @@ class TranslatorConfig:
     rank: int = 0
     residual_width: int = 0
     key_norms: tuple[str | None, ...] = ()
+    fitted_tokens: int | None = None
 
     @property
     def reads_text(self) -> bool:
@@ -170,7 +173,7 @@ class LayerMap(nn.Module):
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return position-free keys and values, each [1, kv_heads, tokens, dim]."""
         x = (features - self.feature_mean) / self.feature_scale
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.multiplies_in_bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16) if self.multiplies_in_bfloat16 else nullcontext():
             y = self.linear(x)
             if self.residual is not None:
                 y = y + self.residual(x)

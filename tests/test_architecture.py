@@ -16,8 +16,8 @@ PACKAGE = REPO / "kvlingo"
 ORDER = re.findall(
     r"\w+",
     """
-    errors files geometry rope cache correspondence spelling chat reading alignment probing models pairing plan cost
-    texts stats ridge translator corpus metrics handoff generation timing shapes collecting judging fitting whitening
+    errors files gguf_header geometry rope cache correspondence spelling chat reading alignment probing models batches pairing
+    plan cost texts stats ridge translator corpus metrics handoff generation timing shapes collecting judging fitting whitening
     objective distillation environment report evaluation manifest readme store workplace assets plots progress facts
     jobs trials sheets demo cli
     """,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -122,6 +123,129 @@ def test_what_the_source_has_not_read_is_read_by_the_target(lm: LanguageModel) -
     assert_cold(lm, done)
 
 
+# --- there, back, there, back ------------------------------------------------------------------------------------------
+
+USER = " and then?"
+DELTA = REPLY_TOKENS + len(USER)
+
+
+def unreadable(state: ModelState) -> ModelState:
+    """Return a state whose translated spans can't be read without showing."""
+    cache = deepcopy(state.cache)
+    for layer in cache.layers:
+        lost = cache.get_seq_length() - layer.keys.shape[2]
+        for span in state.spans:
+            if span.provenance is Provenance.TRANSLATED:
+                place = slice(max(0, span.start - lost), max(0, span.stop - lost))
+                layer.keys[:, :, place] = layer.values[:, :, place] = float("nan")
+    return replace(state, cache=cache)
+
+
+def test_six_switches_translate_only_what_was_missed(lm: LanguageModel) -> None:
+    """A -> B -> A -> B -> A -> B -> A: what was once translated for a side stays in that side's cache."""
+    conversation = FIRST + REPLY
+    holder, other = says(lm, read_native(FIRST, lm), REPLY), None
+    for turn in range(6):
+        conversation += USER
+        read_before = len(holder.reading)
+        held = 0 if other is None else len(other.reading)
+        done = hand_off(conversation, lm, lm, identity(lm), source_state=unreadable(holder), target_state=other)
+        assert done.plan.fallback is None, turn
+        assert_cold(lm, done)
+        assert done.plan.hops == 1
+        assert done.plan.count(N) == held
+        assert done.plan.count(T) == (read_before - 1 if other is None else DELTA)
+        assert done.plan.count(R) == (1 if other is None else 0) + len(USER)
+        assert done.plan.translated == (max(held, 1), read_before)
+        assert_provenance_is_carried(done, other)
+        holder, other = says(lm, done.state, REPLY), holder
+        conversation += REPLY
+
+
+def assert_provenance_is_carried(done: HandOff, before: ModelState | None) -> None:
+    """Every native token is worth what it was worth before; every new one is translated, or own (no longer exact)."""
+    old = {} if before is None else {i: s.provenance for s in before.spans for i in range(s.start, s.stop)}
+    for span in done.state.spans:
+        for token in range(span.start, span.stop):
+            if span.kind is N:
+                assert span.provenance is old[token]
+            elif span.kind is T:
+                assert span.provenance is Provenance.TRANSLATED
+            elif token:
+                assert span.provenance is Provenance.OWN
+            else:
+                assert span.provenance is Provenance.EXACT  # the sink, read first of all
+
+
+def test_the_marked_spans_are_really_unreadable(lm: LanguageModel) -> None:
+    marked = unreadable(hand_off(FIRST, lm, lm, identity(lm)).state)
+    assert any(bool(layer.keys.isnan().any()) for layer in marked.cache.layers)
+    done = hand_off(FIRST, lm, lm, identity(lm), source_state=replace(marked, spans=reprefill_plan(30, "x").spans))
+    assert done.plan.fallback is not None or bool(done.logits is not None and done.logits.isnan().any())
+
+
+def test_a_map_that_reads_the_token_before_reads_no_translated_one(lm: LanguageModel) -> None:
+    layers = tuple((layer,) for layer in range(len(lm.geometry)))
+    translator = Translator(TranslatorConfig(lm.geometry, lm.geometry, layers, (0, 1), ())).double()
+    a = read_native(FIRST, lm)
+    b = says(lm, hand_off(FIRST, lm, lm, identity(lm), source_state=a).state, REPLY)
+    a = replace(a, cache=prefill(lm, lm.ids(a.reading.ids[:29]), full_length=True).cache)
+    back = hand_off(WHOLE, lm, lm, translator, source_state=unreadable(b), target_state=a)
+    assert back.plan.translated[0] == 29
+    assert not any(bool(layer.keys.isnan().any()) for layer in back.state.cache.layers)
+
+
+def test_an_answer_asked_for_again_keeps_what_came_before_it(lm: LanguageModel) -> None:
+    """The conversation leaves B's cache in the middle of its own words: they stay up to there, translated ones included."""
+    b = says(lm, hand_off(FIRST, lm, lm, identity(lm)).state, REPLY)
+    done = hand_off(WHOLE[:-4] + "#" + REPLY, lm, lm, identity(lm), target_state=b)
+    assert done.plan.fallback is None
+    assert done.plan.count(N) == len(b.reading) - 4
+    provenances = [s.provenance for s in done.plan.spans if s.kind is N]
+    assert provenances == [Provenance.EXACT, Provenance.TRANSLATED, Provenance.OWN]
+    assert_cold(lm, done)
+
+
+def test_editing_inside_what_was_translated(lm: LanguageModel) -> None:
+    b = says(lm, hand_off(FIRST, lm, lm, identity(lm)).state, REPLY)
+    done = hand_off(FIRST[:14] + "#" + FIRST[15:] + REPLY, lm, lm, identity(lm), target_state=b)
+    if all(layer.window is None for layer in lm.geometry.layers):
+        assert done.plan.fallback is None
+        assert [(s.stop, s.provenance) for s in done.plan.spans if s.kind is N] == [
+            (1, Provenance.EXACT),
+            (15, Provenance.TRANSLATED),
+        ]
+    else:
+        assert done.plan.fallback is not None
+        assert "slid out of its window" in done.plan.fallback
+    assert_cold(lm, done)
+
+
+def test_what_is_recomputed_after_an_approximate_prefix_is_not_exact(lm: LanguageModel) -> None:
+    b = hand_off(FIRST, lm, lm, identity(lm)).state
+    done = hand_off(WHOLE, lm, lm, identity(lm), target_state=b, tail=100)
+    assert done.plan.fallback is not None
+    assert [s.provenance for s in done.plan.spans] == [
+        Provenance.EXACT,
+        Provenance.TRANSLATED,
+        Provenance.OWN,
+        Provenance.OWN,
+    ]
+    assert done.plan.hops == 1
+    assert_cold(lm, done)
+
+
+def test_beyond_the_fitting_length_it_works_and_says_so(lm: LanguageModel) -> None:
+    translator = identity(lm)
+    translator.config = replace(translator.config, fitted_tokens=16)
+    done = hand_off(FIRST, lm, lm, translator)
+    (span,) = [s for s in done.plan.spans if s.kind is T]
+    assert span.reason == "from the source's cache, 29 tokens into it: fitted on contexts of up to 16"
+    assert_cold(lm, done)
+    (span,) = [s for s in hand_off(FIRST[:15], lm, lm, translator).plan.spans if s.kind is T]
+    assert span.reason == "from the source's cache"
+
+
 # --- the target has been here before ---------------------------------------------------------------------------------
 
 
@@ -177,7 +301,10 @@ def test_common_prefixes() -> None:
     assert common_prefix(read_native(WHOLE, lm), whole) == len(whole) - 1
     assert common_prefix(read_native("x" + FIRST, lm), whole) == 1
     translated = hand_off(FIRST, lm, lm, identity(lm)).state
-    assert common_prefix(translated, whole) == 1  # its sink alone is exact
+    assert common_prefix(translated, whole) == 30  # what was translated for it is its own from then on
+    assert (
+        common_prefix(replace(translated, spans=translated.spans[:1]), whole) == 1
+    )  # no more than its spans vouch for
 
 
 # --- the dial --------------------------------------------------------------------------------------------------------

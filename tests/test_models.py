@@ -357,6 +357,6 @@ def test_an_outline_is_what_probing_finds(tmp_path: Path) -> None:
     assert found.kind == "gemma3_text"
     assert found.total_weights == sum(p.numel() for p in lm.model.parameters())
     assert found.query_widths == (64,) * 4
-    assert isinstance(found.tokenizer, type(AutoTokenizer.from_pretrained(tmp_path)))
+    assert isinstance(found.load_tokenizer(), type(AutoTokenizer.from_pretrained(tmp_path)))
     (tmp_path / "model.safetensors").unlink()
     assert outline(tmp_path).geometry == found.geometry

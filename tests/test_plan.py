@@ -56,6 +56,28 @@ def test_few_native_tokens_do_not_replace_the_sinks() -> None:
     assert spans(plan) == [(N, 0, 1), (R, 1, 3), (T, 3, 5), (R, 5, 6)]
 
 
+def test_what_the_earlier_cache_holds_keeps_its_provenance() -> None:
+    exact, own, translated = Provenance.EXACT, Provenance.OWN, Provenance.TRANSLATED
+    earlier = (*plan_handoff(range(6), sink=2).spans, Span(6, 9, R, own, "generated"))
+    plan = plan_handoff(range(12), native=8, earlier=earlier, untrusted=5)
+    assert spans(plan) == [(N, 0, 2), (N, 2, 5), (N, 5, 8), (T, 8, 11), (R, 11, 12)]
+    assert [s.provenance for s in plan.spans] == [exact, translated, own, translated, own]
+    assert plan.hops == 1
+    # Recomputed after an approximate prefix is no longer exact; after an exact one it is.
+    between = plan_handoff(range(12), sink=6, native=4, earlier=earlier)
+    assert [s.provenance for s in between.spans] == [exact, translated, own, translated, own]
+    assert plan_handoff(range(12), sink=6, native=2, earlier=earlier).spans[1].provenance is exact
+    again = plan_handoff(range(9), tail=9, native=8, earlier=earlier)
+    assert again.fallback is not None
+    assert again.hops == 1
+    assert again.spans[-1].provenance is own
+
+
+def test_beyond_the_fitting_length_the_plan_says_so() -> None:
+    assert plan_handoff(range(10), fitted_tokens=9).spans[1].reason == "from the source's cache"
+    assert "9 tokens into it: fitted on contexts of up to 8" in str(plan_handoff(range(10), fitted_tokens=8))
+
+
 def test_a_translation_is_never_translated() -> None:
     plan = plan_handoff(range(10), untrusted=4)
     assert spans(plan) == [(R, 0, 4), (T, 4, 9), (R, 9, 10)]
