@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvlingo.errors import UnsupportedCache
 from kvlingo.geometry import Geometry
@@ -100,9 +101,15 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def full_cache() -> DynamicCache:
+def full_cache(config: Any) -> DynamicCache:
     """Return an empty cache whose sliding layers keep every token: what a source reads into."""
-    return DynamicCache()
+    cache = native_cache(config)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[index] = DynamicLayer()
+        elif getattr(layer, "is_sliding", False):
+            layer.activate_past_recording()
+    return cache
 
 
 def native_cache(config: Any) -> DynamicCache:
@@ -124,7 +131,7 @@ def read_cache(
     The cache's first token is taken to stand at position 0. A sliding layer that no longer holds them all raises
     `UnsupportedCache`; with `partial` it gives those that it holds (enough to go on from the cache's very end).
     """
-    layers = cache.layers
+    layers = owning_layers(cache, geometry)
     if len(layers) != len(geometry):
         raise UnsupportedCache(
             f"the cache has {len(layers)} layers, the model {len(geometry)}; give the cache that this model filled"
@@ -142,9 +149,18 @@ def read_cache(
             )
         first = max(start, lost)
         positions = torch.arange(first, stop, device=layer.keys.device)
-        keys.append(rotary.unrotate(layer.keys[:, :, first - lost : stop - lost], index, positions))
-        values.append(layer.values[:, :, first - lost : stop - lost].clone())
+        here = slice(first - lost, stop - lost)
+        free_keys, free_values = rotary.strip(layer.keys[:, :, here], layer.values[:, :, here], index, positions)
+        keys.append(free_keys)
+        values.append(free_values)
     return KV(tuple(keys), tuple(values), stop - start)
+
+
+def owning_layers(cache: Any, geometry: Geometry) -> list[Any]:
+    """Return the layers of a cache that hold keys and values, in the order of the geometry; fewer if the cache has fewer."""
+    if geometry.owners is None:
+        return list(cache.layers)
+    return [cache.layers[owner] for owner in geometry.owners if owner < len(cache.layers)]
 
 
 def write_cache(kv: KV, rotary: Rotary, geometry: Geometry, config: Any) -> DynamicCache:
@@ -154,7 +170,7 @@ def write_cache(kv: KV, rotary: Rotary, geometry: Geometry, config: Any) -> Dyna
     over in its turn. Keeps the graph, so that distillation can differentiate through it.
     """
     cache = native_cache(config)
-    for index, (layer, shape) in enumerate(zip(cache.layers, geometry.layers, strict=True)):
+    for index, (layer, shape) in enumerate(zip(owning_layers(cache, geometry), geometry.layers, strict=True)):
         first = shape.first_held(kv.tokens)
         if kv.tokens - kv.held(index) > first:
             raise UnsupportedCache(
@@ -166,8 +182,7 @@ def write_cache(kv: KV, rotary: Rotary, geometry: Geometry, config: Any) -> Dyna
         if shape.window is not None and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
         positions = torch.arange(first, kv.tokens, device=kv.keys[index].device)
-        keys = rotary.rotate(kv.keys[index][:, :, -count:], index, positions)
-        layer.update(keys, kv.values[index][:, :, -count:])
+        layer.update(*rotary.apply(kv.keys[index][:, :, -count:], kv.values[index][:, :, -count:], index, positions))
         if shape.window is not None:
             layer.cumulative_length = kv.tokens
     return cache

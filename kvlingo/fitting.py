@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvlingo.corpus import Example, examples, require_examples
-from kvlingo.errors import BadInput, IncompatiblePair
+from kvlingo.errors import BadInput, IncompatiblePair, UnsupportedModel
 from kvlingo.geometry import Geometry
 from kvlingo.handoff import assemble, continuation_logits
 from kvlingo.metrics import kl_nats
@@ -103,8 +103,10 @@ def fit(
     """Fit one translator by ridge regression on paired caches (arXiv 2609.32610, stage 1).
 
     With `work_dir` the statistics are saved there every two minutes and on Ctrl-C; a second run with the same options goes
-    on from there. Raises `BadInput` for too little text.
+    on from there. Raises `BadInput` for too little text, `UnsupportedModel` for a target that can only be a source.
     """
+    if target.target_refusal is not None:
+        raise UnsupportedModel(f"{target.name} can't be a target: {target.target_refusal}")
     options = options or FitOptions()
     split = split_documents(documents, held_out_share=options.held_out_share, seed=options.seed)
     config = base_config(source, target, options)

@@ -186,7 +186,8 @@ def hand_off(
     A hand-over that can't be made exactly as planned becomes a re-prefill; `plan.fallback` says why. With `no_text` it raises
     `UnsupportedCache` instead: a re-prefill would read the text.
     """
-    check_geometry(translator.config, source.geometry, target.geometry)
+    if target.target_refusal is None:
+        check_geometry(translator.config, source.geometry, target.geometry)
     if no_text and translator.config.reads_text:
         raise BadInput("this translator reads the text; fit one with --no-text to hand over a cache alone")
     started = time.perf_counter()
@@ -256,6 +257,7 @@ def carry_out(
     tokens, start, stop = plan.tokens, *plan.translated
     prefix = None
     try:
+        refuse_target(target, tokens)
         prefix = native_prefix(plan, target, target_state)
         if start == stop:
             return plan, None if prefix is None else target_cache(target, prefix)
@@ -263,6 +265,7 @@ def carry_out(
             prefix = extend(target, prefix, ids[:start])
         source_kv, offset = None, 0
         if translator.config.reads_source:
+            refuse_changed_angles(source, source_state.cache.get_seq_length())
             lag = max(translator.config.source_lags)
             offset = max(0, int(alignment[start]) - lag)
             source_kv = read_cache(source_state.cache, source.rotary, source.geometry, start=offset)
@@ -271,6 +274,26 @@ def carry_out(
     except UnsupportedCache as error:
         # Whatever could not be read is read again by the target: slower, never wrong, and the plan says so.
         return reprefill_plan(tokens, str(error)), None
+
+
+def refuse_target(target: LanguageModel, tokens: int) -> None:
+    """Raise `UnsupportedCache` where a cache of `tokens` tokens can't be made for this target from parts."""
+    if target.target_refusal is not None:
+        raise UnsupportedCache(f"{target.name}: {target.target_refusal}")
+    refuse_changed_angles(target, tokens)
+
+
+def refuse_changed_angles(lm: LanguageModel, tokens: int) -> None:
+    """Raise `UnsupportedCache` where a model's rotary angles have changed on the way to `tokens` tokens.
+
+    Such a cache mixes keys of two frequency sets, and which token has which depends on how it was read.
+    """
+    limit = lm.geometry.angle_limit
+    if limit is not None and tokens > limit:
+        raise UnsupportedCache(
+            f"{lm.name} changes its rotary angles beyond {limit} tokens, this conversation has {tokens}; "
+            "keys from before and after don't fit together"
+        )
 
 
 def common_prefix(state: ModelState | None, reading: Reading) -> int:
