@@ -207,6 +207,8 @@ def test_identity_fails_with_two_layers_swapped(family: str) -> None:
 def test_identity_fails_with_positions_off_by_one(family: str) -> None:
     lm = families.language_model(family)
     for prefix in PREFIXES:
+        if family == "llama4" and prefix % tiny.WINDOW == 0:
+            continue  # a new chunk sees nothing of the one before, and its other layers have no positions
         ids = tiny.ids_of(lm, prefix + 5, seed=prefix)
         assert error(lm, read(lm, ids[:prefix]), ids, OffByOne(lm.rotary)) > BROKEN, prefix
 

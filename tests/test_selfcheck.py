@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -49,8 +50,10 @@ def another_theta() -> Any:
     seen = {"at": 0}
     whole = model.model.forward
 
+    @functools.wraps(whole)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        seen["at"] = int(kwargs["position_ids"][0, 0])
+        positions = kwargs.get("position_ids")
+        seen["at"] = 0 if positions is None else int(positions[0, 0])
         return whole(*args, **kwargs)
 
     model.model.forward = forward
@@ -88,6 +91,7 @@ def counts_positions_itself() -> Any:
     model = tiny.scaled(tiny.llama())
     whole = model.model.forward
 
+    @functools.wraps(whole)
     def forward(*args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
         return whole(*args, **kwargs)
 
