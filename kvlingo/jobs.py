@@ -19,7 +19,7 @@ import torch
 from kvlingo.alignment import read_more, tokenizer_relation
 from kvlingo.cost import TargetCost, break_even_tokens, handoff_flops, pass_flops
 from kvlingo.distillation import Distilled, DistillOptions, distill
-from kvlingo.errors import BadInput, KVLingoError, MissingExtra
+from kvlingo.errors import BadInput, KVLingoError, MissingExtra, UnsupportedModel
 from kvlingo.evaluation import Controls, EvaluationOptions, attention_cosine, evaluate
 from kvlingo.files import write_file
 from kvlingo.fitting import (
@@ -490,11 +490,14 @@ def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
     """Say what can be known of a pair without loading weights.
 
     Raises:
-        UnsupportedModel: a model keeps no keys and values that could be translated; the message says what it keeps.
+        UnsupportedModel: a model keeps no keys and values that could be translated, or can only be a source; the message says
+            what it keeps.
         BadInput: a name that leads to no model.
     """
     quiet_loading()
     source, target = outline(source_name), outline(target_name)
+    if target.target_refusal is not None:
+        raise UnsupportedModel(f"{target.name} can't be a target: {target.target_refusal}")
     options = replace(
         FitOptions(key_norm=False),
         **choose_map(source.geometry, target.geometry, source.total_weights, target.total_weights),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from kvlingo.errors import UnsupportedModel
 from kvlingo.fitting import FitOptions, fit
 from kvlingo.geometry import LayerRope
 from kvlingo.handoff import hand_off
-from kvlingo.models import load_model, prefill, read, wrap
+from kvlingo.jobs import describe_pair
+from kvlingo.models import load_model, outline, prefill, read, wrap
 from kvlingo.plan import Provenance
 from kvlingo.translator import identity_translator
 from tests import families, tiny
@@ -168,6 +170,22 @@ def test_saved_and_loaded_is_the_same(family: str, tmp_path: Path) -> None:
     assert loaded.geometry == lm.geometry
     assert loaded.target_refusal == lm.target_refusal
     assert loaded.fingerprint == lm.fingerprint
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "gemma4", "lfm2", "gpt-oss"])
+def test_what_is_known_without_weights(family: str, tmp_path: Path) -> None:
+    row, lm = families.FAMILIES[family], families.language_model(family)
+    row.config().save_pretrained(tmp_path)
+    lm.tokenizer.save_pretrained(tmp_path)
+    found = outline(tmp_path)
+    bare = tuple(replace(layer, rope=None) for layer in lm.geometry.layers)
+    assert found.geometry == replace(lm.geometry, layers=bare)
+    assert found.target_refusal == lm.target_refusal
+    if lm.target_refusal is None:
+        assert describe_pair(str(tmp_path), str(tmp_path))["supported"]
+    else:
+        with pytest.raises(UnsupportedModel, match="can't be a target: layer 0"):
+            describe_pair(str(tmp_path), str(tmp_path))
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
