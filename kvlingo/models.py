@@ -457,7 +457,10 @@ def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
         refuse_by_config(config)
         tokenizer = AutoTokenizer.from_pretrained(place, **file)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            # Tensors without data can't tell which expert a token goes to; this form of the experts does not ask.
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, experts_implementation="batched_mm"
+            ).eval()
             cache = native_cache(model.config)
             with torch.no_grad():
                 run(model, input_ids=torch.arange(2)[None], cache=cache)
