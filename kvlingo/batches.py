@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvlingo.cache import KV, full_cache, native_cache, read_cache, write_rows
 from kvlingo.errors import BadInput
-from kvlingo.models import LanguageModel, layer_devices
-from kvlingo.probing import run
+from kvlingo.models import LanguageModel, cache_devices
+from kvlingo.probing import decoder_of, run
 
 FILLER = 0  # any token of the vocabulary: nothing attends to it
 
@@ -59,7 +59,7 @@ def prefill_batch(
         raise BadInput("nothing to read in some row; give each at least one token id, as [tokens]")
     if batch is None:
         longest = max(map(len, rows))
-        cache = full_cache() if full_length else native_cache(lm.model.config)
+        cache = full_cache(lm.model.config) if full_length else native_cache(lm.model.config)
         batch = Batch(cache, tuple(longest - len(row) for row in rows))
     elif len(rows) != len(batch.padding) or len({len(row) for row in rows}) > 1:
         lengths = [len(row) for row in rows]
@@ -89,8 +89,8 @@ def _inputs(batch: Batch, rows: Sequence[Tensor]) -> dict[str, Tensor]:
 def read_batch(lm: LanguageModel, rows: Sequence[Tensor]) -> list[KV]:
     """Return the model's own position-free `KV` of each row of ids, every layer in full: `models.read` of several at once."""
     longest = max(map(len, rows))
-    batch = Batch(full_cache(), tuple(longest - len(row) for row in rows))
-    run(lm.model.get_decoder(), cache=batch.cache, **_inputs(batch, rows))
+    batch = Batch(full_cache(lm.model.config), tuple(longest - len(row) for row in rows))
+    run(decoder_of(lm.model), cache=batch.cache, **_inputs(batch, rows))
     return [row_kv(lm, batch, row) for row in range(len(rows))]
 
 
@@ -105,7 +105,7 @@ def row_kv(lm: LanguageModel, batch: Batch, row: int, *, tokens: int | None = No
 
 def join(lm: LanguageModel, rows: Sequence[KV]) -> Batch:
     """Write rows of their own lengths into one cache that the model can go on from."""
-    placed = [row.place(layer_devices(lm.model)) for row in rows]
+    placed = [row.place(cache_devices(lm)) for row in rows]
     longest = max(row.tokens for row in rows)
     cache = write_rows(placed, lm.rotary, lm.geometry, lm.model.config)
     return Batch(cache, tuple(longest - row.tokens for row in rows))

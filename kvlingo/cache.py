@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.geometry import Geometry
@@ -112,9 +112,15 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def full_cache() -> DynamicCache:
+def full_cache(config: Any) -> DynamicCache:
     """Return an empty cache whose sliding layers keep every token: what a source reads into."""
-    return DynamicCache()
+    cache = native_cache(config)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[index] = DynamicLayer()
+        elif getattr(layer, "is_sliding", False):
+            layer.activate_past_recording()
+    return cache
 
 
 def native_cache(config: Any) -> DynamicCache:
@@ -164,22 +170,33 @@ def read_cache(
             )
         first = max(start, lost)
         positions = torch.arange(first, stop, device=layer.keys.device) + position
-        keys.append(rotary.unrotate(layer.keys[rows, :, first - lost : stop - lost], index, positions))
-        values.append(layer.values[rows, :, first - lost : stop - lost].clone())
+        here = slice(first - lost, stop - lost)
+        free_keys, free_values = rotary.strip(layer.keys[rows, :, here], layer.values[rows, :, here], index, positions)
+        keys.append(free_keys)
+        values.append(free_values)
     return KV(tuple(keys), tuple(values), stop - start)
 
 
-def take_row(cache: Any, row: int, start: int, geometry: Geometry) -> DynamicCache:
+def owning_layers(cache: Any, geometry: Geometry) -> list[Any]:
+    """Return the layers of a cache that hold keys and values, in the order of the geometry; fewer if the cache has fewer."""
+    if geometry.owners is None:
+        return list(cache.layers)
+    return [cache.layers[owner] for owner in geometry.owners if owner < len(cache.layers)]
+
+
+def take_row(cache: Any, row: int, start: int, geometry: Geometry, config: Any) -> DynamicCache:
     """Return one row of a full-length cache as a cache of its own, without its first `start` slots (its padding)."""
-    single = full_cache()
-    for index, layer in enumerate(held_states(cache, geometry)):
+    single = full_cache(config)
+    for index, (layer, alone) in enumerate(
+        zip(held_states(cache, geometry), owning_layers(single, geometry), strict=True)
+    ):
         if layer.keys.shape[2] < layer.tokens:
             raise UnsupportedCache(
                 f"layer {index} of the cache holds {layer.keys.shape[2]} of {layer.tokens} tokens; a row is taken out of a "
                 "full-length cache only"
             )
         keys, values = (x[row : row + 1, :, start:].clone() for x in (layer.keys, layer.values))
-        single.update(keys, values, index)
+        alone.update(keys, values)
     return single
 
 
@@ -202,15 +219,16 @@ def held_states(cache: Any, geometry: Geometry) -> list[Held]:
         raise UnsupportedCache(
             f"got a {type(cache).__name__}, expected a cache of transformers; wrap it: DynamicCache(data)"
         )
-    if not cache.layers or not cache.get_seq_length():
+    layers = owning_layers(cache, geometry)
+    if not layers or not layers[0].get_seq_length():
         raise UnsupportedCache("the cache is empty; let the model read the conversation first")
-    if len(cache.layers) != len(geometry):
+    if len(layers) != len(geometry):
         raise UnsupportedCache(
-            f"the cache has {len(cache.layers)} layers, the model {len(geometry)}; give the cache that this model filled"
+            f"the cache has {len(layers)} layers, the model {len(geometry)}; give the cache that this model filled"
         )
     if getattr(cache, "offloading", False) and torch.cuda.is_available():
         torch.cuda.synchronize()  # layers travel between devices on a stream of their own
-    held = [_held_by(layer, index) for index, layer in enumerate(cache.layers)]
+    held = [_held_by(layer, index) for index, layer in enumerate(layers)]
     for index, layer in enumerate(held):
         if layer.tokens != held[0].tokens:
             raise UnsupportedCache(
@@ -308,15 +326,14 @@ def write_rows(
     """
     tokens = max(row.tokens for row in rows)
     cache = _empty_cache(config, kind, tokens, max_length)
-    for index, (layer, shape) in enumerate(zip(cache.layers, geometry.layers, strict=True)):
+    for index, (place, shape) in enumerate(zip(geometry.cache_layers, geometry.layers, strict=True)):
         slots = tokens - shape.first_held(tokens)
         states = [_last_states(row, rotary, index, row.tokens - shape.first_held(row.tokens)) for row in rows]
         if slots:
-            layer = _recording(cache, index)
             keys, values = (_stacked(side, slots) for side in zip(*states, strict=True))
-            _fill(layer, keys, values, tokens)
+            _fill(_recording(cache, place), keys, values, tokens)
         if kind == "offloaded":
-            layer.offload()
+            cache.layers[place].offload()
     return cache
 
 
@@ -329,7 +346,7 @@ def _last_states(kv: KV, rotary: Rotary, index: int, count: int) -> tuple[Tensor
         )
     held = slice(kv.held(index) - count, None)
     positions = torch.arange(first, kv.tokens, device=kv.keys[index].device)
-    return rotary.rotate(kv.keys[index][:, :, held], index, positions), kv.values[index][:, :, held]
+    return rotary.apply(kv.keys[index][:, :, held], kv.values[index][:, :, held], index, positions)
 
 
 def _stacked(rows: Sequence[Tensor], slots: int) -> Tensor:
@@ -357,8 +374,10 @@ def _empty_cache(config: Any, kind: CacheKind, tokens: int, max_length: int | No
 def _recording(cache: Any, index: int) -> Any:
     """Return a layer of an empty cache; a sliding one is put in its place that keeps what leaves its window."""
     layer = cache.layers[index]
-    if hasattr(layer, "activate_past_recording"):
+    if type(layer) is DynamicSlidingWindowLayer:
         layer = cache.layers[index] = RecordingLayer(layer.sliding_window)
+    elif hasattr(layer, "activate_past_recording"):
+        layer.activate_past_recording()
     return layer
 
 
@@ -399,7 +418,7 @@ def truncate(cache: Any, tokens: int, geometry: Geometry, config: Any) -> Dynami
     held = held_states(cache, geometry)
     if not 0 <= tokens <= held[0].tokens:
         raise UnsupportedCache(f"the cache holds {held[0].tokens} tokens, got {tokens}; cut to that many at most")
-    for index, (old, shape) in enumerate(zip(held, geometry.layers, strict=True)):
+    for index, (old, place, shape) in enumerate(zip(held, geometry.cache_layers, geometry.layers, strict=True)):
         lost = old.tokens - old.keys.shape[2]
         if lost > shape.first_held(tokens):
             raise UnsupportedCache(
@@ -407,5 +426,5 @@ def truncate(cache: Any, tokens: int, geometry: Geometry, config: Any) -> Dynami
                 f"{shape.first_held(tokens)} on to go back to {tokens}; re-prefill"
             )
         keys, values = (x[:, :, : tokens - lost].clone() for x in (old.keys, old.values))
-        _fill(_recording(new, index), keys, values, tokens)
+        _fill(_recording(new, place), keys, values, tokens)
     return new

@@ -13,6 +13,7 @@ import torch
 
 from kvlingo.alignment import TokenizerRelation, tokenizer_relation
 from kvlingo.cost import TargetCost, break_even_tokens, handoff_flops, pass_flops
+from kvlingo.errors import UnsupportedModel
 from kvlingo.models import LanguageModel, Outline, outline, quiet_loading
 from kvlingo.shapes import FitOptions, base_config, choose_map
 from kvlingo.store import read_manifest
@@ -26,11 +27,14 @@ def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
     """Say what can be known of a pair without loading weights.
 
     Raises:
-        UnsupportedModel: a model keeps no keys and values that could be translated; the message says what it keeps.
+        UnsupportedModel: a model keeps no keys and values that could be translated, or can only be a source; the message says
+            what it keeps.
         BadInput: a name that leads to no model.
     """
     quiet_loading()
     source, target = outline(source_name), outline(target_name)
+    if target.target_refusal is not None:
+        raise UnsupportedModel(f"{target.name} can't be a target: {target.target_refusal}")
     options = replace(
         FitOptions(key_norm=False),
         **choose_map(source.geometry, target.geometry, source.total_weights, target.total_weights),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvlingo.collecting import Collector, Progress
+from kvlingo.errors import UnsupportedModel
 from kvlingo.judging import held_out_examples, held_out_kl
 from kvlingo.models import LanguageModel
 from kvlingo.pairing import window
@@ -52,8 +53,10 @@ def fit(
     """Fit one translator by ridge regression on paired caches (arXiv 2609.32610, stage 1).
 
     With `work_dir` the statistics are saved there every two minutes and on Ctrl-C; a second run with the same options goes
-    on from there. Raises `BadInput` for too little text.
+    on from there. Raises `BadInput` for too little text, `UnsupportedModel` for a target that can only be a source.
     """
+    if target.target_refusal is not None:
+        raise UnsupportedModel(f"{target.name} can't be a target: {target.target_refusal}")
     options = options or FitOptions()
     split = split_documents(documents, held_out_share=options.held_out_share, seed=options.seed)
     config = base_config(source, target, options)

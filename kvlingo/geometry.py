@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 RopeLayout = Literal["half", "interleaved"]
+Repeat = Literal["half", "interleaved", "once"]
+Part = Literal["keys", "values"]
 
 
 @dataclass(frozen=True)
@@ -19,14 +21,19 @@ class LayerRope:
     Fields:
         layer_type: the name under which the model's rotary module keeps this layer's angles (None: it has one set).
         layout: which dims form a rotary plane: (i, i + dims/2) or (2i, 2i + 1).
-        repeat: how the module repeats each plane's angle over the dims of its cos/sin.
-        dims: rotated leading dims of a head; the rest passes through.
+        repeat: how the module repeats each plane's angle over the dims of its cos/sin, if it does.
+        dims: rotated dims of a head; the rest passes through.
+        offset: first rotated dim.
+        part: which of the two cached tensors holds the rotated dims. Latent attention (MLA, arXiv 2405.04434) caches a latent
+            without positions in the place of keys, and one small rotated key in the place of values.
     """
 
     layer_type: str | None
     layout: RopeLayout
-    repeat: RopeLayout
+    repeat: Repeat
     dims: int
+    offset: int = 0
+    part: Part = "keys"
 
 
 @dataclass(frozen=True)
@@ -64,15 +71,30 @@ class LayerGeometry:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The whole cache of one model."""
+    """The whole cache of one model.
+
+    Fields:
+        layers: the layers that own keys and values.
+        owners: the model layer of each of them; None where all layers of the model own a cache. Layers that borrow another
+            layer's keys, or that keep a recurrent state only, are left out.
+        angle_limit: the number of tokens beyond which the rotary angles of all tokens change (dynamic NTK, longrope); None for
+            angles that depend on the position alone. Keys read below it and keys read above it don't fit together.
+    """
 
     layers: tuple[LayerGeometry, ...]
     hidden_size: int
     vocab_size: int
     max_positions: int | None
+    owners: tuple[int, ...] | None = None
+    angle_limit: int | None = None
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    @property
+    def cache_layers(self) -> tuple[int, ...]:
+        """Return the place of each layer in the model's cache."""
+        return tuple(range(len(self.layers))) if self.owners is None else self.owners
 
     @property
     def features_per_token(self) -> int:
@@ -90,4 +112,5 @@ class Geometry:
             LayerGeometry(**{**layer, "rope": LayerRope(**layer["rope"]) if layer["rope"] else None})
             for layer in data["layers"]
         )
-        return cls(**{**data, "layers": layers})
+        owners = data.get("owners")
+        return cls(**{**data, "layers": layers, "owners": None if owners is None else tuple(owners)})

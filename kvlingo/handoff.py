@@ -18,7 +18,7 @@ from kvlingo.alignment import align
 from kvlingo.batches import prefill_batch
 from kvlingo.cache import KV, concat, read_cache, take_row, write_cache
 from kvlingo.errors import BadInput, UnsupportedCache
-from kvlingo.models import LanguageModel, layer_devices, native_layers, prefill, read
+from kvlingo.models import LanguageModel, cache_devices, native_layers, prefill, read
 from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan
 from kvlingo.reading import Reading, read_chat, read_text
 from kvlingo.translator import Translator, check_geometry
@@ -99,7 +99,7 @@ def empty_kv(lm: LanguageModel) -> KV:
 
 def target_cache(target: LanguageModel, kv: KV) -> Any:
     """Write a KV into a cache that the target can go on from, each layer where the model keeps that layer."""
-    placed = kv.place(layer_devices(target.model))
+    placed = kv.place(cache_devices(target))
     return write_cache(placed, target.rotary, target.geometry, target.model.config)
 
 
@@ -176,7 +176,9 @@ def read_native_batch(conversations: Sequence[Conversation], lm: LanguageModel) 
     batch = prefill_batch(lm, [lm.ids(r.ids) for r in readings], full_length=True).batch
     return [
         ModelState(
-            reading, take_row(batch.cache, row, start, lm.geometry), reprefill_plan(len(reading), WHY_READ).spans
+            reading,
+            take_row(batch.cache, row, start, lm.geometry, lm.model.config),
+            reprefill_plan(len(reading), WHY_READ).spans,
         )
         for row, (reading, start) in enumerate(zip(readings, batch.padding, strict=True))
     ]
@@ -234,7 +236,8 @@ def hand_off(
     A hand-over that can't be made exactly as planned becomes a re-prefill; `plan.fallback` says why. With `no_text` it raises
     `UnsupportedCache` instead: a re-prefill would read the text.
     """
-    check_geometry(translator.config, source.geometry, target.geometry)
+    if target.target_refusal is None:
+        check_geometry(translator.config, source.geometry, target.geometry)
     if no_text and translator.config.reads_text:
         raise BadInput("this translator reads the text; fit one with --no-text to hand over a cache alone")
     started = time.perf_counter()
@@ -306,6 +309,7 @@ def carry_out(
     tokens, start, stop = plan.tokens, *plan.translated
     prefix = None
     try:
+        refuse_target(target, tokens)
         prefix = native_prefix(plan, target, target_state)
         if start == stop:
             return plan, None if prefix is None else target_cache(target, prefix)
@@ -313,6 +317,7 @@ def carry_out(
             prefix = extend(target, prefix, ids[:start])
         source_kv, offset = None, 0
         if translator.config.reads_source:
+            refuse_changed_angles(source, source_state.cache.get_seq_length())
             lag = max(translator.config.source_lags)
             # A map that also reads the token before sees no translated one: the first token to be trusted is repeated.
             offset = max(source_state.translated_until, int(alignment[start]) - lag, 0)
@@ -322,6 +327,26 @@ def carry_out(
     except UnsupportedCache as error:
         # Whatever could not be read is read again by the target: slower, never wrong, and the plan says so.
         return reprefill_plan(tokens, str(error)), None
+
+
+def refuse_target(target: LanguageModel, tokens: int) -> None:
+    """Raise `UnsupportedCache` where a cache of `tokens` tokens can't be made for this target from parts."""
+    if target.target_refusal is not None:
+        raise UnsupportedCache(f"{target.name}: {target.target_refusal}")
+    refuse_changed_angles(target, tokens)
+
+
+def refuse_changed_angles(lm: LanguageModel, tokens: int) -> None:
+    """Raise `UnsupportedCache` where a model's rotary angles have changed on the way to `tokens` tokens.
+
+    Such a cache mixes keys of two frequency sets, and which token has which depends on how it was read.
+    """
+    limit = lm.geometry.angle_limit
+    if limit is not None and tokens > limit:
+        raise UnsupportedCache(
+            f"{lm.name} changes its rotary angles beyond {limit} tokens, this conversation has {tokens}; "
+            "keys from before and after don't fit together"
+        )
 
 
 def common_prefix(state: ModelState | None, reading: Reading) -> int:

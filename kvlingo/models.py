@@ -13,23 +13,35 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
+from kvlingo import __version__
 from kvlingo.cache import KV, full_cache, native_cache, read_cache
 from kvlingo.errors import BadInput, KVLingoError, MissingExtra, UnsupportedModel
+from kvlingo.files import write_file
 from kvlingo.geometry import Geometry
 from kvlingo.gguf_header import read_gguf_header
-from kvlingo.probing import layer_geometry, probe_geometry, probe_key_norms, refuse_other_caches, run
+from kvlingo.probing import (
+    cache_owners,
+    decoder_of,
+    layer_geometry,
+    probe_geometry,
+    probe_key_norms,
+    run,
+    whole_geometry,
+)
 from kvlingo.rope import Rotary
+from kvlingo.selfcheck import self_check
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +51,7 @@ class LanguageModel:
     Fields:
         key_norms: per layer the effective weight of the model's own key norm (RMS over the last dim: [key_dim] for a norm per
             head, [kv_heads * key_dim] for one over all heads); None where keys are not normed.
+        target_refusal: why this model can only be a source, in one sentence; None where it can be a target too.
     """
 
     name: str
@@ -47,6 +60,7 @@ class LanguageModel:
     geometry: Geometry
     rotary: Rotary
     key_norms: tuple[Tensor | None, ...]
+    target_refusal: str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -104,7 +118,7 @@ def prefill(
             f"nothing to read: got token ids of shape {tuple(ids.shape)}, expected [tokens] with tokens >= 1"
         )
     if cache is None:
-        cache = full_cache() if full_length else native_cache(lm.model.config)
+        cache = full_cache(lm.model.config) if full_length else native_cache(lm.model.config)
     past = int(cache.get_seq_length())  # a static cache counts in a tensor
     logits = run(
         lm.model,
@@ -121,10 +135,10 @@ def read(lm: LanguageModel, ids: Tensor) -> KV:
 
     Only the decoder runs: a large vocabulary's logits would cost more than some layers.
     """
-    cache = full_cache()
+    cache = full_cache(lm.model.config)
     positions = torch.arange(len(ids), device=ids.device)[None]
     with torch.no_grad():
-        run(lm.model.get_decoder(), input_ids=ids[None], position_ids=positions, cache=cache)
+        run(decoder_of(lm.model), input_ids=ids[None], position_ids=positions, cache=cache)
     return read_cache(cache, lm.rotary, lm.geometry)
 
 
@@ -139,17 +153,18 @@ def native_layers(lm: LanguageModel, ids: Tensor, count: int) -> KV:
     """
     if count > len(lm.geometry):
         raise BadInput(f"{count} native layers asked for, {lm.name} has {len(lm.geometry)}; ask for no more than those")
-    view = first_layers(lm.model, count)
-    cache = full_cache()
+    owners = lm.geometry.cache_layers[:count]
+    view = first_layers(lm.model, owners[-1] + 1)
+    cache = full_cache(lm.model.config)
     if count == 1:
         distinct, index = torch.unique(ids, return_inverse=True)
         positions = torch.zeros(len(distinct), 1, dtype=torch.long, device=ids.device)
         run(view, input_ids=distinct[:, None], position_ids=positions, cache=cache)
-        layer = cache.layers[0]
-        keys = lm.rotary.unrotate(layer.keys, 0, positions[0])
-        return KV((_batch_to_tokens(keys, index),), (_batch_to_tokens(layer.values, index),), len(ids))
+        layer = cache.layers[owners[0]]
+        keys, values = lm.rotary.strip(layer.keys, layer.values, 0, positions[0])
+        return KV((_batch_to_tokens(keys, index),), (_batch_to_tokens(values, index),), len(ids))
     run(view, input_ids=ids[None], position_ids=torch.arange(len(ids), device=ids.device)[None], cache=cache)
-    geometry = replace(lm.geometry, layers=lm.geometry.layers[:count])
+    geometry = replace(lm.geometry, layers=lm.geometry.layers[:count], owners=owners)
     return read_cache(cache, lm.rotary, geometry)
 
 
@@ -160,17 +175,11 @@ def _batch_to_tokens(x: Tensor, index: Tensor) -> Tensor:
 
 def first_layers(model: Any, count: int) -> nn.Module:
     """Return a decoder made of the model's first `count` layers; it shares all weights with the model."""
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     name, layers = decoder_layers(decoder)
-    config = copy.deepcopy(decoder.config)
-    config.num_hidden_layers = count
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:count]
-    with torch.device("meta"):
-        view = type(decoder)(config)
-    for child_name, child in decoder.named_children():
-        setattr(view, child_name, nn.ModuleList(layers[:count]) if child_name == name else child)
-    return view.eval()
+    view = copy.copy(decoder)
+    view._modules = {**decoder._modules, name: nn.ModuleList(layers[:count])}
+    return view
 
 
 def decoder_layers(decoder: Any) -> tuple[str, nn.ModuleList]:
@@ -188,8 +197,14 @@ def layer_devices(model: Any) -> tuple[torch.device, ...]:
     A model spread over devices (`device_map`) says so on its layers' hooks: the weights of a layer that is kept elsewhere
     are nowhere (on PyTorch's meta device) until it runs.
     """
-    _, layers = decoder_layers(model.get_decoder())
+    _, layers = decoder_layers(decoder_of(model))
     return tuple(_device_of(layer) for layer in layers)
+
+
+def cache_devices(lm: LanguageModel) -> tuple[torch.device, ...]:
+    """Return where the layers that own keys and values compute."""
+    devices = layer_devices(lm.model)
+    return tuple(devices[place] for place in lm.geometry.cache_layers)
 
 
 def _device_of(layer: nn.Module) -> torch.device:
@@ -243,17 +258,50 @@ def load_model(
         refuse_by_config(config)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
         tokenizer = AutoTokenizer.from_pretrained(path)
-    return wrap(model, tokenizer, name=Path(name).name if Path(name).exists() else str(name))
+    lm = _probed(model, tokenizer, Path(name).name if Path(name).exists() else str(name))
+    _check_once(lm)
+    return lm
 
 
 def wrap(model: Any, tokenizer: Any, *, name: str = "model") -> LanguageModel:
-    """Freeze a model that is already in memory and probe what `LanguageModel` needs."""
+    """Freeze a model that is already in memory, probe what `LanguageModel` needs, and check that it holds."""
+    lm = _probed(model, tokenizer, name)
+    _check(lm)
+    return lm
+
+
+def _probed(model: Any, tokenizer: Any, name: str) -> LanguageModel:
     refuse_by_config(model.config)
     model.eval().requires_grad_(False)
     rows = model.get_input_embeddings().weight.shape[0]
     _refuse_other_vocabulary(name, tokenizer, rows)
-    geometry, rotary = probe_geometry(model)
-    return LanguageModel(name, model, tokenizer, geometry, rotary, probe_key_norms(model, geometry, rotary))
+    probed = probe_geometry(model)
+    geometry, rotary = probed.geometry, probed.rotary
+    key_norms = probe_key_norms(model, geometry, rotary)
+    return LanguageModel(name, model, tokenizer, geometry, rotary, key_norms, probed.target_refusal)
+
+
+def _check(lm: LanguageModel) -> None:
+    self_check(lm.model, lm.geometry, lm.rotary, writable=lm.target_refusal is None)
+
+
+def _check_once(lm: LanguageModel) -> None:
+    """Run the self-check unless these weights have passed it before, under these versions, in this dtype and on this device."""
+    facts = {
+        "kvlingo": __version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "attention": str(getattr(lm.model.config, "_attn_implementation", None)),
+        "dtype": str(lm.dtype),
+        "device": lm.device.type,
+    }
+    note = default_cache_dir() / "checks" / f"{lm.fingerprint[:32]}-{lm.dtype}-{lm.device.type}.json"
+    with suppress(OSError, ValueError):  # no note, or none that can be read: check
+        if json.loads(note.read_text(encoding="utf-8")) == facts:
+            return
+    _check(lm)
+    with suppress(BadInput):  # a folder that can't be written only costs the next load a second
+        write_file(note, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 def _refuse_other_vocabulary(name: str, tokenizer: Any, rows: int) -> None:
@@ -393,7 +441,16 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-_CONFIG_NOISE = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "_attn_implementation", "use_cache"}
+# Where and how a model was made or saved, not what it computes. `architectures` is written by saving.
+_CONFIG_NOISE = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "_attn_implementation",
+    "use_cache",
+}
 
 
 def quiet_loading() -> None:
@@ -416,6 +473,7 @@ class Outline:
         query_widths: query features of each layer.
         load_tokenizer: gives the tokenizer, or None where the model brings none; slow for a .gguf file.
         pieces: the vocabulary as it is spelled; None without a tokenizer.
+        target_refusal: why it can only be a source; None where it can be a target too.
     """
 
     name: str
@@ -426,6 +484,7 @@ class Outline:
     total_weights: int
     layer_weights: int
     query_widths: tuple[int, ...]
+    target_refusal: str | None
 
 
 def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
@@ -438,27 +497,28 @@ def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
         config, load_tokenizer, pieces = _described(name)
         refuse_by_config(config)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            # Tensors without data can't tell which expert a token goes to; this form of the experts does not ask.
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, experts_implementation="batched_mm"
+            ).eval()
             cache = native_cache(model.config)
             with torch.no_grad():
                 run(model, input_ids=torch.arange(2)[None], cache=cache)
-    refuse_other_caches(model, cache)
+    owners, target_refusal = cache_owners(model, cache)
     text_config = model.config.get_text_config(decoder=True)
-    layers = tuple(layer_geometry(layer, None) for layer in cache.layers)
-    embedding = model.get_input_embeddings().weight
+    layers = tuple(layer_geometry(cache.layers[owner], None) for owner in owners)
     if not str(name).endswith(".gguf"):  # a .gguf file keeps its embedding's rows as its vocabulary
-        _refuse_other_vocabulary(str(name), load_tokenizer(), embedding.shape[0])
+        _refuse_other_vocabulary(str(name), load_tokenizer(), model.get_input_embeddings().weight.shape[0])
     return Outline(
         name=Path(name).name if Path(name).exists() else str(name),
         kind=model.config.model_type,
         load_tokenizer=load_tokenizer,
         pieces=pieces,
-        geometry=Geometry(
-            layers, embedding.shape[1], embedding.shape[0], getattr(text_config, "max_position_embeddings", None)
-        ),
+        geometry=whole_geometry(model, layers, owners),
         total_weights=sum(p.numel() for p in model.parameters()),
-        layer_weights=sum(p.numel() for n, p in model.get_decoder().named_parameters() if n.startswith("layers.")),
+        layer_weights=sum(p.numel() for n, p in decoder_of(model).named_parameters() if n.startswith("layers.")),
         query_widths=tuple(text_config.num_attention_heads * layer.key_dim for layer in layers),
+        target_refusal=target_refusal,
     )
 
 

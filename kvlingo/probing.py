@@ -6,8 +6,10 @@ be probed is refused. Loads nothing.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +17,27 @@ from torch import Tensor, nn
 
 from kvlingo.cache import full_cache, native_cache
 from kvlingo.errors import UnsupportedModel
-from kvlingo.geometry import Geometry, LayerGeometry, LayerRope
+from kvlingo.geometry import Geometry, LayerGeometry, LayerRope, Part, Repeat, RopeLayout
 from kvlingo.rope import Rotary, one_per_plane
 
-PROBE_POSITIONS = (1, 777)
+NEAR, FAR = 1, 777
+SWITCH_SEARCH = 2**20
+LAYOUTS: tuple[RopeLayout, ...] = ("half", "interleaved")
+REPEATS: tuple[Repeat, ...] = ("half", "interleaved", "once")
+Angles = Callable[[Tensor, str | None], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What `probe_geometry` finds.
+
+    Fields:
+        target_refusal: why this model can only be a source; None where it can be both.
+    """
+
+    geometry: Geometry
+    rotary: Rotary
+    target_refusal: str | None
 
 
 def run(module: nn.Module, *, cache: Any, **kwargs: Any) -> Any:
@@ -31,30 +50,55 @@ def cache_argument(module: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
-def probe_geometry(model: Any) -> tuple[Geometry, Rotary]:
+def decoder_of(model: Any) -> Any:
+    """Return the part of a model that makes hidden states from ids, without its output head.
+
+    A few classes name themselves as their decoder; then it is their child that holds the embeddings.
+    """
+    decoder = model.get_decoder()
+    if decoder is not model:
+        return decoder
+    embedding = model.get_input_embeddings()
+    return next(m for m in model.children() if any(child is embedding for child in m.modules()))
+
+
+def probe_geometry(model: Any) -> Probed:
     """Read the cache's geometry off real short prefills.
 
     Shapes come from a prefill of two tokens. How keys rotate comes from single tokens read at several positions: a token that
     sees only itself has the same hidden states wherever it stands, so its keys differ by the rotation alone.
     Raises `UnsupportedModel` where that does not hold, or where a layer keeps something else than keys and values.
     """
-    config = model.config.get_text_config(decoder=True)
     native = native_cache(model.config)
     ids = torch.arange(2, device=model.get_input_embeddings().weight.device)
     with torch.no_grad():
         run(model, input_ids=ids[None], cache=native)
-    refuse_other_caches(model, native)
-    max_positions = getattr(config, "max_position_embeddings", None)
-    at = [p for p in PROBE_POSITIONS if max_positions is None or p < max_positions]
-    keys_at = {p: _keys_of_one_token(model, p) for p in (0, *at)}
+    owners, target_refusal = cache_owners(model, native)
     angles = angle_source(model)
+    layer_types = _layer_types(model)
+    max_positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = angle_limit(rotary_module(model), {layer_types[owner] for owner in owners})
+    bounds = [bound for bound in (max_positions, limit) if bound is not None]
+    last = min(bounds) - 1 if bounds else FAR
+    at = {0, *(p for p in (NEAR, FAR, last) if p <= last)}
+    read = {p: _one_token(model, p, owners) for p in at}
     ropes = tuple(
-        _probe_rope(model, angles, index, {p: keys[index] for p, keys in keys_at.items()})
-        for index in range(len(native.layers))
+        _probe_rope(model, angles, owner, layer_types[owner], {p: layers[index] for p, layers in read.items()})
+        for index, owner in enumerate(owners)
     )
-    layers = tuple(layer_geometry(layer, rope) for layer, rope in zip(native.layers, ropes, strict=True))
-    embedding = model.get_input_embeddings().weight
-    return Geometry(layers, embedding.shape[1], embedding.shape[0], max_positions), Rotary(angles, ropes)
+    layers = tuple(layer_geometry(native.layers[owner], rope) for owner, rope in zip(owners, ropes, strict=True))
+    return Probed(whole_geometry(model, layers, owners, limit), Rotary(angles or _no_angles, ropes), target_refusal)
+
+
+def whole_geometry(
+    model: Any, layers: tuple[LayerGeometry, ...], owners: tuple[int, ...], limit: int | None = None
+) -> Geometry:
+    """Put a model's layers together with what is known of the whole."""
+    config = model.config.get_text_config(decoder=True)
+    vocabulary, hidden = model.get_input_embeddings().weight.shape
+    every = owners == tuple(range(len(_layer_types(model))))
+    max_positions = getattr(config, "max_position_embeddings", None)
+    return Geometry(layers, hidden, vocabulary, max_positions, None if every else owners, limit)
 
 
 def layer_geometry(layer: Any, rope: LayerRope | None) -> LayerGeometry:
@@ -68,61 +112,144 @@ def layer_geometry(layer: Any, rope: LayerRope | None) -> LayerGeometry:
     )
 
 
-def refuse_other_caches(model: Any, cache: Any) -> None:
-    """Raise `UnsupportedModel` where a layer keeps something else than keys and values per token."""
-    kinds = [type(layer).__name__ for layer in cache.layers]
-    for index, (layer, kind) in enumerate(zip(cache.layers, kinds, strict=True)):
-        if kind not in ("DynamicLayer", "DynamicSlidingWindowLayer") or not layer.is_initialized:
-            what = "a recurrent state" if "Linear" in kind else f"a cache of kind {kind}"
+def cache_owners(model: Any, cache: Any) -> tuple[tuple[int, ...], str | None]:
+    """Return which layers of a filled cache hold keys and values, and why the model can't be a target (None: it can).
+
+    A layer that borrows another one's keys, or has no attention, holds nothing and needs nothing. A recurrent state is a
+    summary of all hidden states below it: it can't be translated token by token, so such a model can be read but not written.
+    Raises `UnsupportedModel` where a layer keeps something else again, or where none holds keys and values.
+    """
+    kind = model.config.model_type
+    owners, recurrent = [], []
+    for index, layer in enumerate(cache.layers):
+        name = type(layer).__name__
+        if hasattr(layer, "recurrent_states"):
+            recurrent.append(index)
+            name = name.removeprefix("LinearAttentionAnd").replace("Attention", "") if hasattr(layer, "keys") else ""
+        if not name or name == "DummyLayer" or not layer.is_initialized:
+            continue
+        if name not in ("DynamicLayer", "FullLayer", "DynamicSlidingWindowLayer", "SlidingWindowLayer"):
             raise UnsupportedModel(
-                f"layer {index} of this {model.config.model_type} model keeps {what}, not keys and values per token; "
+                f"layer {index} of this {kind} model keeps a cache of kind {name}, not keys and values per token; "
                 "it can't be translated"
             )
+        owners.append(index)
+    if not owners:
+        raise UnsupportedModel(
+            f"no layer of this {kind} model keeps keys and values per token; nothing can be translated"
+        )
+    if not recurrent:
+        return tuple(owners), None
+    return tuple(owners), (
+        f"layer {recurrent[0]} of this {kind} model keeps a recurrent state, which needs every layer below it; "
+        "it can be a source, and as a target it reads the conversation anew"
+    )
 
 
-def _keys_of_one_token(model: Any, position: int) -> list[Tensor]:
-    """Return every layer's cached key [1, heads, 1, dim] of one token alone at `position`, in float32 or better."""
-    cache = full_cache()
+def _layer_types(model: Any) -> list[str | None]:
+    config = model.config.get_text_config(decoder=True)
+    return list(getattr(config, "layer_types", None) or [None] * config.num_hidden_layers)
+
+
+def _one_token(model: Any, position: int, owners: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Return what each owning layer caches of one token alone at `position`: keys and values [1, heads, 1, dim].
+
+    In float32 or better.
+    """
+    cache = full_cache(model.config)
     device = model.get_input_embeddings().weight.device
     ids, positions = torch.tensor([[5]], device=device), torch.tensor([[position]], device=device)
     with torch.no_grad():
         run(model, input_ids=ids, position_ids=positions, cache=cache)
-    return [layer.keys.to(torch.promote_types(layer.keys.dtype, torch.float32)) for layer in cache.layers]
+    layers = [cache.layers[owner] for owner in owners]
+    return [(_at_least_float(layer.keys), _at_least_float(layer.values)) for layer in layers]
 
 
-def angle_source(model: Any) -> Any:
+def _at_least_float(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def angle_source(model: Any) -> Angles | None:
     """Return the function (positions, layer type) -> cos, sin of the model's own rotary module."""
-    modules = [m for n, m in model.get_decoder().named_modules() if n.split(".")[-1] == "rotary_emb"]
-    if not modules:
-        return None
-    module = modules[0]
+    module = rotary_module(model)
+    return None if module is None else _angles_of(module)
+
+
+def _no_angles(positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
+    raise AssertionError("no layer of a model without a rotary module rotates")
+
+
+def rotary_module(model: Any) -> nn.Module | None:
+    """Return the module that makes the model's rotary angles, where it has one."""
+    return next((m for n, m in decoder_of(model).named_modules() if n.split(".")[-1] == "rotary_emb"), None)
+
+
+def _angles_of(module: nn.Module) -> Angles:
     takes_type = "layer_type" in inspect.signature(module.forward).parameters
 
     def angles(positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
         x = torch.zeros((), dtype=torch.float32, device=positions.device)
-        args = (x, positions[None], layer_type) if takes_type else (x, positions[None])
-        cos, sin = module(*args)
+        got = module(x, positions[None], layer_type) if takes_type else module(x, positions[None])
+        if isinstance(got, Tensor):  # one complex number a plane
+            return got.real[0], got.imag[0]
+        cos, sin = got
         return cos[0], sin[0]
 
     return angles
 
 
-def _probe_rope(model: Any, angles: Any, index: int, keys_at: dict[int, Tensor]) -> LayerRope | None:
+def angle_limit(module: nn.Module | None, layer_types: Iterable[str | None]) -> int | None:
+    """Return the number of tokens beyond which the angles of earlier tokens change, by asking; None if they never do.
+
+    Dynamic NTK and longrope choose their frequencies by the highest position of a call. Asks a copy: such modules remember.
+    """
+    if module is None:
+        return None
+    limits = [_angle_limit(_angles_of(copy.deepcopy(module).cpu()), kind) for kind in layer_types]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _angle_limit(angles: Angles, layer_type: str | None) -> int | None:
+    def of_one(highest: int) -> Tensor:
+        return torch.stack(angles(torch.tensor([1, highest]), layer_type))[:, 0]
+
+    def after_a_long_text(highest: int) -> Tensor:
+        angles(
+            torch.tensor([SWITCH_SEARCH]), layer_type
+        )  # dynamic NTK goes back to its first angles only well below its switch
+        return of_one(highest)
+
+    near, same, changed = of_one(1), 1, SWITCH_SEARCH
+    try:
+        if torch.equal(after_a_long_text(changed), near):
+            return None
+    except IndexError:  # a table with one row a position: what it says of one does not depend on the others
+        return None
+    while changed - same > 1:
+        middle = (same + changed) // 2
+        same, changed = (middle, changed) if torch.equal(after_a_long_text(middle), near) else (same, middle)
+    return changed
+
+
+def _probe_rope(
+    model: Any,
+    angles: Angles | None,
+    index: int,
+    layer_type: str | None,
+    read: dict[int, tuple[Tensor, Tensor]],
+) -> LayerRope | None:
     """Find the rotation that explains a layer's keys at all probed positions, by trying the known layouts."""
-    base, others = keys_at[0], {p: k for p, k in keys_at.items() if p}
     # What bfloat16 or float16 weights round away must not look like a rotation.
     tolerance = {torch.float64: 1e-5, torch.float32: 1e-3}.get(model.get_input_embeddings().weight.dtype, 5e-2)
-    scale = base.norm()
-    if all((k - base).norm() <= tolerance * scale for k in others.values()):
+    moving = [part for part in (0, 1) if not _same(tolerance, [pair[part] for pair in read.values()])]
+    if not moving:
         return None
-    if angles is not None:
-        for rope in _rope_candidates(model, angles, index, base):
+    if angles is not None and len(moving) == 1:
+        at = {position: pair[moving[0]] for position, pair in read.items()}
+        for rope in _rope_candidates(angles, layer_type, at[0], "values" if moving[0] else "keys"):
             rotary = Rotary(angles, (rope,))
-            still = rotary.unrotate(base, 0, torch.tensor([0], device=base.device))
-            if all(
-                (rotary.unrotate(k, 0, torch.tensor([p], device=k.device)) - still).norm() <= tolerance * still.norm()
-                for p, k in others.items()
-            ):
+            free = [rotary.unrotate(x, 0, torch.tensor([p], device=x.device)) for p, x in at.items()]
+            if _same(tolerance, free):
                 return rope
     raise UnsupportedModel(
         f"the keys of layer {index} of this {model.config.model_type} model do not follow its rotary module "
@@ -130,23 +257,27 @@ def _probe_rope(model: Any, angles: Any, index: int, keys_at: dict[int, Tensor])
     )
 
 
-def _rope_candidates(model: Any, angles: Any, index: int, key: Tensor) -> Iterator[LayerRope]:
-    layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
-    layer_type = layer_types[index] if layer_types else None
-    cos, _ = angles(torch.tensor([3], device=key.device), layer_type)
-    dims = cos.shape[-1]
-    if dims > key.shape[-1]:
-        return
-    repeats = [r for r in ("half", "interleaved") if _repeats(cos, r)]
-    for repeat in repeats:
-        for layout in ("half", "interleaved"):
-            yield LayerRope(layer_type, layout, repeat, dims)  # type: ignore[arg-type]
+def _same(tolerance: float, tensors: Sequence[Tensor]) -> bool:
+    first = tensors[0]
+    return all(bool((x - first).norm() <= tolerance * first.norm()) for x in tensors[1:])
 
 
-def _repeats(cos: Tensor, repeat: Any) -> bool:
+def _rope_candidates(angles: Angles, layer_type: str | None, x: Tensor, part: Part) -> Iterator[LayerRope]:
+    cos, _ = angles(torch.tensor([3], device=x.device), layer_type)
+    width = x.shape[-1]
+    for repeat in REPEATS:
+        dims = (2 if repeat == "once" else 1) * cos.shape[-1]
+        if dims > width or not _repeats(cos, repeat):
+            continue
+        for offset in dict.fromkeys((0, width - dims)):
+            for layout in LAYOUTS:
+                yield LayerRope(layer_type, layout, repeat, dims, offset, part)
+
+
+def _repeats(cos: Tensor, repeat: Repeat) -> bool:
     one = one_per_plane(cos, repeat)
-    again = one.repeat_interleave(2, -1) if repeat == "interleaved" else torch.cat((one, one), -1)
-    return bool(torch.equal(again, cos))
+    again = {"interleaved": one.repeat_interleave(2, -1), "half": torch.cat((one, one), -1), "once": one}[repeat]
+    return torch.equal(again, cos)
 
 
 def probe_key_norms(model: Any, geometry: Geometry, rotary: Rotary) -> tuple[Tensor | None, ...]:
@@ -155,16 +286,20 @@ def probe_key_norms(model: Any, geometry: Geometry, rotary: Rotary) -> tuple[Ten
     A norm answers a vector of ones with its effective weight. The layer counts as normed only if its real keys, divided
     by that weight, have RMS 1.
     """
-    keys = [
-        rotary.unrotate(k, i, torch.tensor([1], device=k.device)) for i, k in enumerate(_keys_of_one_token(model, 1))
-    ]
-    norms: list[Tensor | None] = [None] * len(geometry)
-    for name, module in model.get_decoder().named_modules():
+    owners = geometry.cache_layers
+    one = torch.tensor([1])
+    read = _one_token(model, 1, owners)
+    keys = {
+        owner: rotary.strip(k, v, i, one.to(k.device))[0]
+        for i, (owner, (k, v)) in enumerate(zip(owners, read, strict=True))
+    }
+    norms: dict[int, Tensor | None] = dict.fromkeys(owners)
+    for name, module in decoder_of(model).named_modules():
         if name.split(".")[-1] in ("k_norm", "k_layernorm", "key_layernorm"):
-            index = next((int(part) for part in name.split(".") if part.isdigit()), None)
-            if index is not None:
-                norms[index] = _effective_weight(module, keys[index])
-    return tuple(norms)
+            owner = next((int(part) for part in name.split(".") if part.isdigit()), None)
+            if owner in norms:
+                norms[owner] = _effective_weight(module, keys[owner])
+    return tuple(norms.values())
 
 
 def _effective_weight(norm: nn.Module, key: Tensor) -> Tensor | None:

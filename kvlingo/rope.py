@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvlingo.geometry import LayerRope, RopeLayout
+from kvlingo.geometry import LayerRope, Repeat
 
 AngleSource = Callable[[Tensor, str | None], tuple[Tensor, Tensor]]
 
@@ -55,6 +55,18 @@ class Rotary:
         x, y, rest = split_planes(keys, rope)
         return join_planes(x * cos + y * sin, y * cos - x * sin, rest, rope, keys.dtype)
 
+    def apply(self, keys: Tensor, values: Tensor, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate whichever of a layer's two cached tensors holds the rotated dims."""
+        if _rotates_values(self.layers[layer]):
+            return keys, self.rotate(values, layer, positions)
+        return self.rotate(keys, layer, positions), values
+
+    def strip(self, keys: Tensor, values: Tensor, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo `apply`, exactly; both results have storage of their own."""
+        if _rotates_values(self.layers[layer]):
+            return keys.clone(), self.unrotate(values, layer, positions)
+        return self.unrotate(keys, layer, positions), values.clone()
+
     def _planes(self, rope: LayerRope, positions: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin [tokens, planes], at least float32, on the device of `keys`."""
         dtype = torch.promote_types(keys.dtype, torch.float32)
@@ -63,22 +75,30 @@ class Rotary:
         return cos, sin
 
 
-def one_per_plane(angles: Tensor, repeat: RopeLayout) -> Tensor:
+def _rotates_values(rope: LayerRope | None) -> bool:
+    return rope is not None and rope.part == "values"
+
+
+def one_per_plane(angles: Tensor, repeat: Repeat) -> Tensor:
     """Keep one of the two equal columns of each rotary plane: [tokens, dims] -> [tokens, dims / 2]."""
+    if repeat == "once":
+        return angles
     return angles[..., ::2] if repeat == "interleaved" else angles[..., : angles.shape[-1] // 2]
 
 
-def split_planes(keys: Tensor, rope: LayerRope) -> tuple[Tensor, Tensor, Tensor]:
-    """Split heads into the two coordinates of their rotary planes and the dims that pass through."""
-    rotated = keys[..., : rope.dims].to(torch.promote_types(keys.dtype, torch.float32))
-    rest = keys[..., rope.dims :]
+def split_planes(keys: Tensor, rope: LayerRope) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Split heads into the two coordinates of their rotary planes and the dims that pass through, before and after them."""
+    start, stop = rope.offset, rope.offset + rope.dims
+    rotated = keys[..., start:stop].to(torch.promote_types(keys.dtype, torch.float32))
+    rest = keys[..., :start], keys[..., stop:]
     if rope.layout == "interleaved":
         return rotated[..., ::2], rotated[..., 1::2], rest
     return rotated[..., : rope.dims // 2], rotated[..., rope.dims // 2 :], rest
 
 
-def join_planes(x: Tensor, y: Tensor, rest: Tensor, rope: LayerRope, dtype: torch.dtype) -> Tensor:
+def join_planes(x: Tensor, y: Tensor, rest: tuple[Tensor, Tensor], rope: LayerRope, dtype: torch.dtype) -> Tensor:
     """Undo `split_planes`."""
     interleaved = rope.layout == "interleaved"
     rotated = (torch.stack((x, y), dim=-1).flatten(-2) if interleaved else torch.cat((x, y), dim=-1)).to(dtype)
-    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+    before, after = rest
+    return torch.cat((before, rotated, after), dim=-1) if before.shape[-1] + after.shape[-1] else rotated

@@ -74,7 +74,7 @@ def test_a_row_is_taken_out_as_a_cache_of_its_own(family: str) -> None:
     for index, row in enumerate(rows):
         cold = tiny.cold_logits(lm, row)
         torch.testing.assert_close(done.logits[index, -1], cold[-3], atol=EXACT, rtol=0)
-        alone = take_row(done.batch.cache, index, done.batch.padding[index], lm.geometry)
+        alone = take_row(done.batch.cache, index, done.batch.padding[index], lm.geometry, lm.model.config)
         assert alone.get_seq_length() == len(row) - 2
         torch.testing.assert_close(prefill(lm, row[-2:], cache=alone).logits[-1], cold[-1], atol=EXACT, rtol=0)
 
@@ -84,7 +84,7 @@ def test_a_row_of_a_slid_cache_is_not_taken_out() -> None:
     cache = native_cache(lm.model.config)
     prefill(lm, tiny.ids_of(lm, 20), cache=cache)
     with pytest.raises(UnsupportedCache, match="layer 0 of the cache holds 7 of 20 tokens"):
-        take_row(cache, 0, 0, lm.geometry)
+        take_row(cache, 0, 0, lm.geometry, lm.model.config)
 
 
 # --- identity: a padded batch of three -------------------------------------------------------------------------------

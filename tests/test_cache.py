@@ -286,7 +286,7 @@ def test_bytes_and_copies() -> None:
 def test_kinds_of_empty_caches() -> None:
     config = tiny.language_model("gemma3").model.config
     assert [layer.is_sliding for layer in native_cache(config).layers] == [True, False, True, False]
-    assert not any(layer.is_sliding for layer in full_cache().layers)
+    assert not any(layer.is_sliding for layer in full_cache(config).layers)
 
 
 def test_what_comes_after_a_written_cache_stays_readable() -> None:

@@ -109,7 +109,7 @@ def static(lm: LanguageModel) -> StaticCache:
 def test_a_full_length_cache_is_read_whole(family: str, tokens: int) -> None:
     lm = tiny.language_model(family)
     ids = tiny.ids_of(lm, tokens)
-    cache = prefill(lm, ids, cache=full_cache()).cache
+    cache = prefill(lm, ids, cache=full_cache(lm.model.config)).cache
     assert_close(read_alone(lm, cache), read(lm, ids))
 
 
@@ -343,7 +343,7 @@ def test_a_cache_that_starts_at_an_offset() -> None:
     """Its first token stands at 100: read with that position it is the same KV, without it every key is turned."""
     lm = tiny.language_model("gemma3")
     ids = tiny.ids_of(lm, 12)
-    cache = full_cache()
+    cache = full_cache(lm.model.config)
     lm.model(input_ids=ids[None], position_ids=torch.arange(100, 112)[None], **{cache_name(lm): cache})
     rounded = 1e-5  # the model's own angles are float32, and differ from place to place
     assert_close(read_alone(lm, cache, position=100), read(lm, ids), rounded)
@@ -358,7 +358,7 @@ CUTS = (12, 9, 1, 0)
 
 
 @pytest.mark.parametrize("keep", CUTS)
-@pytest.mark.parametrize("make", [static, lambda lm: full_cache()], ids=["static", "dynamic"])
+@pytest.mark.parametrize("make", [static, lambda lm: full_cache(lm.model.config)], ids=["static", "dynamic"])
 def test_truncating_full_layers(make: Callable[[LanguageModel], Any], keep: int) -> None:
     lm = tiny.language_model("llama")
     assert_cut(lm, prefill(lm, tiny.ids_of(lm, 12), cache=make(lm)).cache, keep)

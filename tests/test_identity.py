@@ -5,7 +5,9 @@ Each check is also shown to fail: with two layers swapped, and with positions of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 import torch
@@ -18,15 +20,18 @@ from kvlingo.models import LanguageModel, first_layers, native_layers, prefill, 
 from kvlingo.plan import plan_handoff
 from kvlingo.rope import Rotary
 from kvlingo.translator import Translator, identity_translator
-from tests import tiny
+from tests import families, tiny
 
+T = TypeVar("T")
 EXACT = 1e-8  # float64
 BROKEN = 1e-3
 PREFIXES = (tiny.WINDOW - 1, tiny.WINDOW, tiny.WINDOW + 1, 30)
 NEW = (1, 5)
 GREEDY = 10
 
-FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
+FAMILY = pytest.mark.parametrize("family", families.EXACT)
+# Families whose keys hold no position can't be broken by a wrong one.
+ROTARY = pytest.mark.parametrize("family", [f for f in families.EXACT if f not in ("bloom", "mpt")])
 
 
 def identity(lm: LanguageModel) -> Translator:
@@ -44,8 +49,20 @@ def error(lm: LanguageModel, kv: KV, ids: Tensor, rotary: Rotary | None = None) 
     return float((got - cold[-len(got) :]).abs().max())
 
 
-def swapped(kv: KV) -> KV:
-    return KV((kv.keys[1], kv.keys[0], *kv.keys[2:]), (kv.values[1], kv.values[0], *kv.values[2:]), kv.tokens)
+def alike(lm: LanguageModel) -> tuple[int, int]:
+    """Return the first two layers whose tensors have the same shapes."""
+    shapes = [(x.kv_heads, x.key_dim, x.value_dim) for x in lm.geometry.layers]
+    return next((i, j) for i in range(len(shapes)) for j in range(i + 1, len(shapes)) if shapes[i] == shapes[j])
+
+
+def exchanged(layers: Sequence[T], pair: tuple[int, int]) -> tuple[T, ...]:
+    mixed = list(layers)
+    mixed[pair[0]], mixed[pair[1]] = mixed[pair[1]], mixed[pair[0]]
+    return tuple(mixed)
+
+
+def swapped(lm: LanguageModel, kv: KV) -> KV:
+    return KV(exchanged(kv.keys, alike(lm)), exchanged(kv.values, alike(lm)), kv.tokens)
 
 
 class OffByOne(Rotary):
@@ -71,16 +88,16 @@ def planned(lm: LanguageModel, translator: Translator, ids: Tensor, tail: int, l
 
 @FAMILY
 def test_identity_of_reading_and_writing(family: str) -> None:
-    lm = tiny.language_model(family)
+    lm = families.language_model(family)
     for prefix in PREFIXES:
         for new in NEW:
             ids = tiny.ids_of(lm, prefix + new, seed=prefix)
-            assert error(lm, read(lm, ids[:prefix]), ids) < EXACT, (prefix, new)
+            assert error(lm, read(lm, ids[:prefix]), ids) < families.FAMILIES[family].within, (prefix, new)
 
 
 @FAMILY
 def test_identity_of_a_hand_off(family: str) -> None:
-    lm = tiny.language_model(family)
+    lm = families.language_model(family)
     translator = identity(lm)
     for prefix in PREFIXES:
         for new in NEW:
@@ -91,12 +108,14 @@ def test_identity_of_a_hand_off(family: str) -> None:
             assert done.plan.translated == (1, prefix)
             assert done.state.cache.get_seq_length() == prefix + new
             assert done.logits is not None
-            assert float((done.logits - tiny.cold_logits(lm, ids)[-1]).abs().max()) < EXACT, (prefix, new)
+            assert (
+                float((done.logits - tiny.cold_logits(lm, ids)[-1]).abs().max()) < families.FAMILIES[family].within
+            ), (prefix, new)
 
 
 @FAMILY
 def test_identity_of_a_continuation_and_native_layers(family: str) -> None:
-    lm = tiny.language_model(family)
+    lm = families.language_model(family)
     ids, translator = tiny.ids_of(lm, 35), identity(lm)
     cold = tiny.cold_logits(lm, ids)
     for tail in NEW:
@@ -104,12 +123,12 @@ def test_identity_of_a_continuation_and_native_layers(family: str) -> None:
         for layers in (0, 1, 2):
             kv = planned(lm, translator, context, tail, layers)
             got = continuation_logits(lm, kv, context[-tail:], ids[30:])
-            assert float((got - cold[29:34]).abs().max()) < EXACT, (tail, layers)
+            assert float((got - cold[29:34]).abs().max()) < families.FAMILIES[family].within, (tail, layers)
 
 
 @FAMILY
 def test_identity_of_greedy_tokens(family: str) -> None:
-    lm = tiny.language_model(family)
+    lm = families.language_model(family)
     translator = identity(lm)
     for prefix in (tiny.WINDOW - 1, 30):
         text = tiny.text_of_tokens(prefix + 1, seed=prefix)
@@ -122,17 +141,17 @@ def test_identity_of_greedy_tokens(family: str) -> None:
 
 @FAMILY
 def test_identity_of_the_first_layers(family: str) -> None:
-    lm = tiny.language_model(family)
+    lm = families.language_model(family)
     ids = tiny.ids_of(lm, 30)
-    whole = read(lm, ids)
+    whole, within = read(lm, ids), families.FAMILIES[family].within
     for count in (1, 2):
         part = native_layers(lm, ids, count)
         assert len(part) == count
         assert part.tokens == 30
         for layer in range(count):
             assert part.held(layer) == 30
-            torch.testing.assert_close(part.keys[layer], whole.keys[layer], atol=1e-10, rtol=0)
-            torch.testing.assert_close(part.values[layer], whole.values[layer], atol=1e-10, rtol=0)
+            torch.testing.assert_close(part.keys[layer], whole.keys[layer], atol=within, rtol=0)
+            torch.testing.assert_close(part.values[layer], whole.values[layer], atol=within, rtol=0)
 
 
 def test_the_first_layers_share_the_weights_and_leave_the_model_alone() -> None:
@@ -158,10 +177,12 @@ def test_identity_over_two_hand_offs_with_what_was_said_between() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama-yarn", "gemma3", "olmo2"])
+@pytest.mark.parametrize(
+    "family", ["llama-yarn", "gemma3", "olmo2", "gemma4", "deepseek-v3", "phi3-longrope", "gpt-oss"]
+)
 def test_identity_at_the_noise_floor_of_smaller_dtypes(family: str, dtype: torch.dtype) -> None:
     """No further from cold than the model's own chunked prefill is, give or take."""
-    lm = tiny.language_model(family, dtype=dtype)
+    lm = families.language_model(family, dtype)
     ids = tiny.ids_of(lm, 35)
     cold = tiny.cold_logits(lm, ids)[-5:]
     chunked = prefill(lm, ids[30:], cache=prefill(lm, ids[:30]).cache, logits_to_keep=0).logits
@@ -176,28 +197,30 @@ def test_identity_at_the_noise_floor_of_smaller_dtypes(family: str, dtype: torch
 
 @FAMILY
 def test_identity_fails_with_two_layers_swapped(family: str) -> None:
-    lm = tiny.language_model(family)
+    lm = families.language_model(family)
     for prefix in PREFIXES:
         ids = tiny.ids_of(lm, prefix + 5, seed=prefix)
-        assert error(lm, swapped(read(lm, ids[:prefix])), ids) > BROKEN, prefix
+        assert error(lm, swapped(lm, read(lm, ids[:prefix])), ids) > BROKEN, prefix
 
 
-@FAMILY
+@ROTARY
 def test_identity_fails_with_positions_off_by_one(family: str) -> None:
-    lm = tiny.language_model(family)
+    lm = families.language_model(family)
     for prefix in PREFIXES:
+        if family == "llama4" and prefix % tiny.WINDOW == 0:
+            continue  # a new chunk sees nothing of the one before, and its other layers have no positions
         ids = tiny.ids_of(lm, prefix + 5, seed=prefix)
         assert error(lm, read(lm, ids[:prefix]), ids, OffByOne(lm.rotary)) > BROKEN, prefix
 
 
-@FAMILY
+@ROTARY
 def test_identity_of_a_hand_off_fails_when_it_should(family: str) -> None:
-    lm = tiny.language_model(family)
+    lm = families.language_model(family)
     text, ids = tiny.text_of_tokens(31), tiny.ids_of(lm, 31)
     cold = tiny.cold_logits(lm, ids)[-1]
     state = read_native(text, lm)
     crossed = identity(lm)
-    crossed.config = replace(crossed.config, source_layers=((1,), (0,), *crossed.config.source_layers[2:]))
+    crossed.config = replace(crossed.config, source_layers=exchanged(crossed.config.source_layers, alike(lm)))
     shifted = replace(lm, rotary=OffByOne(lm.rotary))
     for broken in (
         hand_off(text, lm, lm, crossed, source_state=state),

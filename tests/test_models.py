@@ -15,8 +15,6 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
-    Lfm2Config,
-    Lfm2ForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     T5Config,
@@ -71,22 +69,6 @@ def test_encoder_decoders_are_refused_before_weights_are_loaded(tmp_path: Path) 
     tiny_t5().config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="encoder-decoder"):
         load_model(tmp_path)
-
-
-def test_hybrids_are_refused() -> None:
-    config = Lfm2Config(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["full_attention", "conv", "full_attention"],
-        pad_token_id=None,
-    )
-    with pytest.raises(UnsupportedModel, match=r"layer 1 of this lfm2 model keeps a recurrent state") as error:
-        wrap(Lfm2ForCausalLM(config).eval(), tiny.byte_tokenizer())
-    one_line(error)
 
 
 def test_learned_positions_are_refused() -> None:
@@ -285,7 +267,7 @@ def test_layers_without_positions_are_found_by_probing() -> None:
         no_rope_layers=[1, 1, 1, 0],
         rope_parameters=dict(tiny.THETA),
     )
-    geometry, _ = probe_geometry(tiny.scaled(SmolLM3ForCausalLM(config)))
+    geometry = probe_geometry(tiny.scaled(SmolLM3ForCausalLM(config))).geometry
     assert [layer.rope is None for layer in geometry.layers] == [False, False, False, True]
 
 
@@ -307,9 +289,9 @@ def test_key_norms_are_the_effective_weights() -> None:
 
 
 def test_positions_the_model_does_not_have_are_not_probed() -> None:
-    geometry, rotary = probe_geometry(tiny.scaled(tiny.llama(max_position_embeddings=64)))
-    assert geometry.max_positions == 64
-    assert len(rotary.layers) == 3
+    probed = probe_geometry(tiny.scaled(tiny.llama(max_position_embeddings=64)))
+    assert probed.geometry.max_positions == 64
+    assert len(probed.rotary.layers) == 3
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -257,8 +257,9 @@ def test_twin_with_repeated_heads_and_back(few: int, many: int) -> None:
     check(other, one)
 
 
-def test_twin_with_wider_heads_and_back() -> None:
-    one = model()
+@pytest.mark.parametrize("head_dim", [8, 64])
+def test_twin_with_wider_heads_and_back(head_dim: int) -> None:
+    one = model(head_dim=head_dim, num_hidden_layers=2)
     other = rebased(widened_heads(one))
     check(one, other)
     check(other, one)

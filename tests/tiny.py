@@ -40,6 +40,10 @@ from kvlingo.texts import Document
 WINDOW = 8
 VOCAB = 320
 CONTEXT_NATS = 0.5
+LOUD = tuple(
+    f"{name}.weight"
+    for name in ("q_proj", "k_proj", "lm_head", "embed_out", "query_key_value", "Wqkv", "c_attn", "query")
+)
 THETA = {"rope_type": "default", "rope_theta": 10_000.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -190,7 +194,7 @@ def scaled(model: Any, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> 
             elif "embed" in name:
                 parameter.copy_((0.5 if tied else 1.0) * noise)
             else:
-                gain = 2.0 if name.endswith(("q_proj.weight", "k_proj.weight", "lm_head.weight")) else 1.0
+                gain = 2.0 if name.endswith(LOUD) else 1.0
                 parameter.copy_(gain * noise / parameter.shape[1] ** 0.5)
     return model
 
