@@ -34,6 +34,8 @@ class Family:
         note: what is special about its cache.
         without: names of `tiny.SHAPE` that its config does not know.
         within: what its logits may differ by in float64. More than 1e-8 where it computes parts in float32.
+        padded: the dtype to read padded rows in. A float32 softmax turns float64's lowest number, which masks all that a padded
+            slot sees, into NaN.
         louder, quieter: gains of the output head and of the input embeddings, where the context would not matter otherwise.
     """
 
@@ -47,6 +49,7 @@ class Family:
     louder: float = 1.0
     quieter: float = 1.0
     within: float = 1e-8
+    padded: torch.dtype = torch.float64
 
     def config(self, **changes: Any) -> Any:
         """Return its tiny config."""
@@ -163,7 +166,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3-moe": Family("Qwen3-MoE", "qwen3_moe", {**rope(), **EXPERTS}),
     "gemma": Family("Gemma", "gemma", {**rope(), "head_dim": 16}, quieter=0.1),
     "gemma2": Family(
-        "Gemma 2", "gemma2", {**GEMMA, **MIXED, **rope()}, note="soft-capped scores, sliding window", within=1e-5
+        "Gemma 2",
+        "gemma2",
+        {**GEMMA, **MIXED, **rope()},
+        note="soft-capped scores, sliding window",
+        within=1e-5,
+        padded=torch.float32,
     ),
     "gemma3": Family(
         "Gemma 3 (text)", "gemma3_text", {**GEMMA, **MIXED, **TWO_THETAS}, note="two thetas, sliding window"
@@ -303,6 +311,7 @@ FAMILIES: dict[str, Family] = {
         {},
         louder=3.0,
         note="ALiBi: keys hold no position",
+        padded=torch.float32,
         without=("head_dim", "num_key_value_heads", "intermediate_size", "max_position_embeddings"),
     ),
     "mpt": Family(
@@ -310,6 +319,7 @@ FAMILIES: dict[str, Family] = {
         "mpt",
         {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 2048},
         note="ALiBi: keys hold no position",
+        padded=torch.float32,
         without=(
             "head_dim",
             "num_key_value_heads",

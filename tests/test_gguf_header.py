@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 import kvlingo.models as models_module
 from kvlingo.errors import BadInput
+from kvlingo.facts import relation_of
 from kvlingo.gguf_header import TOKENS, read_gguf_header
-from kvlingo.jobs import relation_of
 from kvlingo.models import outline
 from tests import tiny
 

@@ -21,6 +21,7 @@ from kvlingo.plan import plan_handoff
 from kvlingo.rope import Rotary
 from kvlingo.translator import Translator, identity_translator
 from tests import families, tiny
+from tests.padded import padded_error
 
 T = TypeVar("T")
 EXACT = 1e-8  # float64
@@ -137,6 +138,22 @@ def test_identity_of_greedy_tokens(family: str) -> None:
         stream = generate(lm, done.state, done.logits, max_new_tokens=GREEDY, stop_at_eos=False)
         stream.text()
         assert stream.ids == tiny.cold_greedy(lm, tiny.ids_of(lm, prefix + 1, seed=prefix), GREEDY)
+
+
+@FAMILY
+def test_identity_of_a_padded_batch(family: str) -> None:
+    """Three rows shorter than the window, as long, and longer, padded on the left, read and gone on from side by side."""
+    one = families.FAMILIES[family]
+    lm = families.language_model(family, one.padded)
+    within = one.within if one.padded == torch.float64 else 1e-3
+    for new in NEW:
+        assert padded_error(lm, (tiny.WINDOW - 1, tiny.WINDOW, 30), new) < within, new
+
+
+@FAMILY
+def test_identity_of_a_padded_batch_fails_with_two_layers_swapped(family: str) -> None:
+    lm = families.language_model(family, families.FAMILIES[family].padded)
+    assert padded_error(lm, (tiny.WINDOW - 1, tiny.WINDOW, 30), 5, lambda kv: swapped(lm, kv)) > 10 * BROKEN
 
 
 @FAMILY
