@@ -48,7 +48,6 @@ from kvlingo.workplace import (
 
 Say = Callable[[str], None]
 STATISTICS_TOKENS = 40_000
-ALIKE = 0.9  # share of all pieces that two vocabularies must have in common to be compared further
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ from kvlingo.probing import (
 from kvlingo.rope import Rotary
 from kvlingo.selfcheck import self_check
 
+LOADER_NOTE = "kvlingo.json"  # in a folder of converted weights: what they were converted from
+
 
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
@@ -52,6 +54,7 @@ class LanguageModel:
         key_norms: per layer the effective weight of the model's own key norm (RMS over the last dim: [key_dim] for a norm per
             head, [kv_heads * key_dim] for one over all heads); None where keys are not normed.
         target_refusal: why this model can only be a source, in one sentence; None where it can be a target too.
+        loader: what its weights went through before transformers loaded them ("gguf"); None for nothing.
     """
 
     name: str
@@ -61,6 +64,7 @@ class LanguageModel:
     rotary: Rotary
     key_norms: tuple[Tensor | None, ...]
     target_refusal: str | None = None
+    loader: str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -74,8 +78,12 @@ class LanguageModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identify the weights by content: config, shapes and a sample of every parameter (not the name)."""
-        return fingerprint(self.model)
+        """Identify the weights by content and by how they were loaded: config, shapes, a sample of every parameter; not the name.
+
+        A model read from a .gguf file is not the one it was made from, even where the sampled values agree.
+        """
+        of_weights = fingerprint(self.model)
+        return hashlib.sha256(f"{self.loader}:{of_weights}".encode()).hexdigest() if self.loader else of_weights
 
     @cached_property
     def tokenizer_hash(self) -> str:
@@ -259,8 +267,16 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
         tokenizer = AutoTokenizer.from_pretrained(path)
     lm = _probed(model, tokenizer, Path(name).name if Path(name).exists() else str(name))
+    lm = replace(lm, loader=_loader_of(Path(path)))
     _check_once(lm)
     return lm
+
+
+def _loader_of(folder: Path) -> str | None:
+    """Return what `convert_gguf` noted of a folder that it made."""
+    with suppress(OSError, ValueError, AttributeError):
+        return str(json.loads((folder / LOADER_NOTE).read_text(encoding="utf-8")).get("loader"))
+    return None
 
 
 def wrap(model: Any, tokenizer: Any, *, name: str = "model") -> LanguageModel:
@@ -399,7 +415,7 @@ def convert_gguf(file: Path, cache_dir: Path | None = None) -> Path:
         model.hf_quantizer, model.is_quantized = None, False
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        (Path(temporary) / "kvlingo.json").write_text(json.dumps({"loader": "gguf", "file": file.name}))
+        (Path(temporary) / LOADER_NOTE).write_text(json.dumps({"loader": "gguf", "file": file.name}))
         whole = Path(temporary) / "whole"
         whole.mkdir()
         for item in [p for p in Path(temporary).iterdir() if p != whole]:

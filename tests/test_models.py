@@ -24,6 +24,7 @@ from transformers import (
 from kvlingo.errors import BadInput, KVLingoError, MissingExtra, UnsupportedModel
 from kvlingo.geometry import Geometry, LayerRope
 from kvlingo.models import (
+    LOADER_NOTE,
     LanguageModel,
     convert_gguf,
     fingerprint,
@@ -212,6 +213,19 @@ def test_fingerprints_tell_weights_apart() -> None:
     prints = [fingerprint(m) for m in (model, same, other, tuned)]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3
+
+
+def test_a_converted_gguf_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+    """The same values under the same config, once as they are, once noted as dequantised."""
+    lm = tiny.language_model("llama", dtype=torch.float32)
+    for folder in (tmp_path / "plain", tmp_path / "converted"):
+        lm.model.save_pretrained(folder)
+        lm.tokenizer.save_pretrained(folder)
+    (tmp_path / "converted" / LOADER_NOTE).write_text('{"loader": "gguf", "file": "a.gguf"}')
+    plain, converted = (load_model(tmp_path / name) for name in ("plain", "converted"))
+    assert (plain.loader, converted.loader) == (None, "gguf")
+    assert fingerprint(plain.model) == fingerprint(converted.model) == plain.fingerprint
+    assert converted.fingerprint != plain.fingerprint
 
 
 def test_fingerprints_tell_configs_apart() -> None:
