@@ -26,8 +26,8 @@ from kvlingo.reading import read_more
 class Generation:
     """A stream of text pieces; iterate it once.
 
-    After the last piece, `ids` holds what was generated and `state` what the model then holds: everything but the last
-    token, which was never fed back.
+    After the last piece, or where the caller stops asking for more, `ids` holds what was generated and `state` what the
+    model then holds: everything but the last token, which was never fed back.
     """
 
     def __init__(
@@ -52,20 +52,22 @@ class Generation:
     def __iter__(self) -> Iterator[str]:
         ends = end_ids(self.lm) if self._stop else frozenset()
         text = Incremental(self.lm.tokenizer)
-        for number in range(self._max):
-            token = choose(self._logits, self._temperature, self._top_p, self._generator)
-            self.ids.append(token)
-            if token in ends:
-                break
-            piece = text.add(token)
-            if piece:
-                yield piece
-            if number + 1 < self._max:
-                self._logits = prefill(self.lm, self.lm.ids([token]), cache=self.state.cache).logits[-1]
-        rest = text.flush()
-        if rest:
-            yield rest
-        self.state = grown(self.lm, self.state, self.ids)
+        try:
+            for number in range(self._max):
+                token = choose(self._logits, self._temperature, self._top_p, self._generator)
+                self.ids.append(token)
+                if token in ends:
+                    break
+                piece = text.add(token)
+                if piece:
+                    yield piece
+                if number + 1 < self._max:
+                    self._logits = prefill(self.lm, self.lm.ids([token]), cache=self.state.cache).logits[-1]
+            rest = text.flush()
+            if rest:
+                yield rest
+        finally:  # also where the caller leaves in the middle: the cache has grown by then
+            self.state = grown(self.lm, self.state, self.ids)
 
     def text(self) -> str:
         """Run to the end; return all text at once."""

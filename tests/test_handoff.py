@@ -11,7 +11,7 @@ import torch
 
 import kvlingo.handoff as handoff_module
 from kvlingo.errors import BadInput, IncompatiblePair, UnsupportedCache
-from kvlingo.generation import grown
+from kvlingo.generation import generate, grown
 from kvlingo.handoff import HandOff, ModelState, common_prefix, hand_off, read_native
 from kvlingo.models import LanguageModel, prefill
 from kvlingo.plan import Provenance, SpanKind, reprefill_plan
@@ -492,6 +492,22 @@ def test_a_state_tells_how_far_it_can_be_trusted() -> None:
     spans = reprefill_plan(30, "x").spans
     assert replace(read_native(FIRST, lm), spans=spans).translated_until == 0
     assert hand_off(FIRST, lm, lm, identity(lm), tail=4).state.translated_until == 26
+
+
+def test_a_stream_left_in_the_middle_leaves_a_whole_state(lm: LanguageModel) -> None:
+    done = hand_off(FIRST, lm, lm, identity(lm))
+    assert done.logits is not None
+    stream = generate(lm, done.state, done.logits, max_new_tokens=40, stop_at_eos=False)
+    for _ in stream:
+        if len(stream.ids) >= 5:
+            break
+    said = len(stream.ids)
+    assert said < 40
+    state = stream.state
+    assert state.cache.get_seq_length() == len(state.reading) == state.spans[-1].stop == 30 + said - 1
+    logits = prefill(lm, lm.ids(stream.ids[-1:]), cache=state.cache).logits[-1]
+    cold = tiny.cold_logits(lm, lm.ids([*state.reading.ids, stream.ids[-1]]))[-1]
+    torch.testing.assert_close(logits, cold, atol=EXACT, rtol=0)
 
 
 def test_hand_offs_work_inside_inference_mode(lm: LanguageModel) -> None:
