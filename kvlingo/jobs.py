@@ -109,17 +109,16 @@ def fit_pair(
     """
     started = time.monotonic()
     refuse_early(out, overwrite=overwrite)
-    documents = gather(texts)
+    options = FitOptions(**changes)
+    apart = reserve(gather(texts), share=options.held_out_share, seed=options.seed)  # refuses texts before models load
     with forget_on_refusal(out):
         source, target = load_pair(source_name, target_name, where)
-        options = FitOptions(**changes)
         if auto_map:
             options = replace(
                 options, **choose_map(source.geometry, target.geometry, count_weights(source), count_weights(target))
             )
         config = base_config(source, target, options)
         tell(size_line(text_free(config) if no_text else config, storage))
-        apart = reserve(documents, share=options.held_out_share, seed=options.seed)
         torch.manual_seed(options.seed)
         remember_models(out, source_name, target_name)
         with progress_bar() as bar:
