@@ -293,6 +293,44 @@ def test_few_native_tokens_are_extended_to_the_sinks(lm: LanguageModel) -> None:
     assert_cold(lm, done)
 
 
+THINKING = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_template_that_drops_thoughts_keeps_what_came_before_them(family: str) -> None:
+    """What a model said with its thoughts stands without them in the next turn: no count of messages tells what is held."""
+    lm = tiny.language_model(family, tokenizer=tiny.byte_tokenizer(chat_template=THINKING))
+    asked = [{"role": "user", "content": "Who counts the stones?"}]
+    answer = "<think>The river or the winter?</think>The river does."
+    held = says(lm, read_native(asked, lm), "[assistant]" + answer)
+    chat = [*asked, {"role": "assistant", "content": answer}, {"role": "user", "content": "And in the winter?"}]
+    done = hand_off(chat, lm, lm, identity(lm), target_state=held)
+    assert done.plan.fallback is None
+    kept = done.plan.count(N)
+    assert lm.tokenizer.decode(done.state.reading.ids[:kept]).endswith("[user]Who counts the stones?[assistant]")
+    assert "think" not in lm.tokenizer.decode(done.state.reading.ids)
+    assert_cold(lm, done)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 7, 13])
+def test_ids_that_its_tokenizer_would_not_give_end_what_is_kept(cut: int) -> None:
+    """A model may say a word in other pieces than its tokenizer cuts: kept as far as the ids are the same, no further."""
+    lm = tiny.language_model("llama", tokenizer=tiny.merging_tokenizer())
+    said = " then the other string"
+    pieces = [lm.tokenizer(part, add_special_tokens=False)["input_ids"] for part in (said[:cut], said[cut:])]
+    before = read_native(FIRST, lm)
+    ids = [*pieces[0], *pieces[1]]
+    prefill(lm, lm.ids(ids), cache=before.cache)
+    held = grown(lm, before, ids)
+    done = hand_off(FIRST + said + " in winter", lm, lm, identity(lm), target_state=held)
+    same = [mine == theirs for mine, theirs in zip(held.reading.ids, done.state.reading.ids, strict=False)]
+    assert done.plan.count(N) == (same.index(False) if False in same else len(same))
+    assert_cold(lm, done)
+
+
 def test_common_prefixes() -> None:
     lm = tiny.language_model("llama")
     whole = read_native(WHOLE, lm).reading
