@@ -65,7 +65,7 @@ def fit(
     stats = collector.collect(split.training, "training", options.tokens, work_dir, progress)
     require_enough(stats.tokens, max(config.feature_width(layer) for layer in range(len(config.target))))
     judged = held_out_examples(split.held_out, source, target, options)
-    solved = solve_layers(config, stats, held_out, options)
+    solved = solve_layers(config, stats, held_out, options, progress)
     # Held-out error picks each layer's window; held-out KL has the last word on whether moving windows, and ending in the
     # target's key norm, helped at all.
     picks = (0,) if options.shift == 0 else (0, 1)
@@ -89,7 +89,13 @@ class Solution:
 Solved = dict[int, tuple[Solution, Solution]]
 
 
-def solve_layers(config: TranslatorConfig, stats: GramStats, held_out: GramStats, options: FitOptions) -> Solved:
+def solve_layers(
+    config: TranslatorConfig,
+    stats: GramStats,
+    held_out: GramStats,
+    options: FitOptions,
+    progress: Progress | None = None,
+) -> Solved:
     """Solve each layer's ridge twice: over the proportional source layers, and over the best window nearby."""
     solved: Solved = {}
     for layer in range(config.first_layer, len(config.target)):
@@ -109,6 +115,8 @@ def solve_layers(config: TranslatorConfig, stats: GramStats, held_out: GramStats
         assert proportional_one is not None
         assert best is not None
         solved[layer] = (proportional_one, best)
+        if progress is not None:
+            progress("solving layers", layer + 1, len(config.target))
     return solved
 
 
