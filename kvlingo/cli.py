@@ -277,7 +277,9 @@ def handoff(
     no_text: Annotated[
         bool, typer.Option("--no-text", help="Give the target a cache and no text; not anonymous.")
     ] = False,
-    following: Annotated[str, typer.Option("--next", help="With --no-text: what the target reads first.")] = "\n",
+    following: Annotated[
+        str, typer.Option("--next", help="With --no-text: what the target reads first.", show_default="a line break")
+    ] = "\n",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to go on for.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
     top_p: Annotated[
@@ -286,7 +288,10 @@ def handoff(
     repeats: Annotated[int, typer.Option(min=1, help="Runs to take the times' medians of.")] = 3,
     dtype: Dtype = None,
     device: Device = None,
-    seed: Seed | None = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, max=2**32 - 1, help="Of sampling. Default: another each time.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Let the source read FILE, hand it over, print how the target goes on, with the plan and the times."""
@@ -439,6 +444,8 @@ def known_fault(error: Exception) -> int:
     Typer brings its own copy of click or not, by version: its errors are told by what they can do.
     """
     if hasattr(error, "format_message"):
+        if not error.format_message():  # no arguments at all: the help has been printed
+            return BAD_INPUT
         advice = "" if "--help" in error.format_message() else "; see --help"
         return complain(f"{error.format_message().rstrip('.')}{advice}", BAD_INPUT)
     if type(error).__name__ == "Abort":

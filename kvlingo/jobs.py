@@ -30,7 +30,7 @@ from kvlingo.progress import progress_bar
 from kvlingo.shapes import FitOptions, base_config, choose_map, options_from_json, source_free, text_free
 from kvlingo.stats import GramStats
 from kvlingo.store import load_translator, read_manifest
-from kvlingo.texts import Document, default_documents, documents_from_paths
+from kvlingo.texts import Document, default_documents, documents_from_paths, split_documents
 from kvlingo.translator import Translator, TranslatorConfig
 from kvlingo.workplace import (
     TextsSeen,
@@ -110,7 +110,9 @@ def fit_pair(
     started = time.monotonic()
     refuse_early(out, overwrite=overwrite)
     options = FitOptions(**changes)
-    apart = reserve(gather(texts), share=options.held_out_share, seed=options.seed)  # refuses texts before models load
+    apart = reserve(gather(texts), share=options.held_out_share, seed=options.seed)
+    # As `fit` will split them: texts that it would refuse are refused before models load.
+    split_documents(apart.training, held_out_share=options.held_out_share, seed=options.seed)
     with forget_on_refusal(out):
         source, target = load_pair(source_name, target_name, where)
         if auto_map:

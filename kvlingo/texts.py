@@ -171,7 +171,7 @@ def documents_from_paths(paths: Sequence[str | os.PathLike[str]]) -> list[Docume
         if path.is_dir() and not any(found[file.resolve()] for file in files):
             raise BadInput(
                 f"no text in folder {path}: expected non-empty files with one of the suffixes "
-                f"{', '.join(TEXT_SUFFIXES + JSON_SUFFIXES)}"
+                f"{', '.join(TEXT_SUFFIXES + JSON_SUFFIXES)}; a file that is named itself may have any"
             )
     if not found:
         raise BadInput("no text given: name at least one file or folder of text")

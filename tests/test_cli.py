@@ -313,6 +313,13 @@ def test_every_command_has_json(command: str, run: Run) -> None:
     assert "--json" in ran.out
 
 
+def test_no_arguments_print_the_help_and_no_error(run: Run) -> None:
+    ran = run()
+    assert ran.code == 2
+    assert "Usage" in ran.out + ran.err
+    assert "kvlingo: " not in ran.err
+
+
 def test_version(run: Run) -> None:
     assert run("--version").out.startswith("kvlingo ")
 
@@ -342,6 +349,12 @@ def test_fit_refuses_a_text(content: bytes, words: str, pair: SimpleNamespace, t
     file.write_bytes(content)
     assert_refused(fit_texts(run, pair, tmp_path / "out", file), words)
     assert names_in(tmp_path) == {"text.txt"}
+
+
+def test_fit_refuses_texts_before_it_loads_models(pair: SimpleNamespace, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "one.txt").write_text("One text alone can't be split. " * 20)
+    ran = run("fit", "no-such-model", pair.target, "--out", tmp_path / "t", "--text", tmp_path / "one.txt")
+    assert_refused(ran, "can't hold out documents")
 
 
 def test_fit_refuses_texts_shorter_than_a_window(pair: SimpleNamespace, tmp_path: Path, run: Run) -> None:
