@@ -37,6 +37,7 @@ from kvlingo.probing import (
     layer_geometry,
     probe_geometry,
     probe_key_norms,
+    refuse_position_tables,
     run,
     whole_geometry,
 )
@@ -289,16 +290,32 @@ def wrap(model: Any, tokenizer: Any, *, name: str = "model") -> LanguageModel:
 def _probed(model: Any, tokenizer: Any, name: str) -> LanguageModel:
     refuse_by_config(model.config)
     model.eval().requires_grad_(False)
-    rows = model.get_input_embeddings().weight.shape[0]
-    _refuse_other_vocabulary(name, tokenizer, rows)
-    probed = probe_geometry(model)
-    geometry, rotary = probed.geometry, probed.rotary
-    key_norms = probe_key_norms(model, geometry, rotary)
+    with _clear_probe_errors(model):
+        rows = model.get_input_embeddings().weight.shape[0]
+        _refuse_other_vocabulary(name, tokenizer, rows)
+        probed = probe_geometry(model)
+        geometry, rotary = probed.geometry, probed.rotary
+        key_norms = probe_key_norms(model, geometry, rotary)
     return LanguageModel(name, model, tokenizer, geometry, rotary, key_norms, probed.target_refusal)
 
 
+@contextmanager
+def _clear_probe_errors(model: Any) -> Iterator[None]:
+    """Refuse a model that can't even be asked: a family that nobody here has seen may raise anything."""
+    try:
+        yield
+    except (KVLingoError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise UnsupportedModel(
+            f"this {model.config.model_type} model can't be probed ({reason}); KV-Lingo can't use it"
+        ) from error
+
+
 def _check(lm: LanguageModel) -> None:
-    self_check(lm.model, lm.geometry, lm.rotary, writable=lm.target_refusal is None)
+    with _clear_probe_errors(lm.model):
+        self_check(lm.model, lm.geometry, lm.rotary, writable=lm.target_refusal is None)
 
 
 def _check_once(lm: LanguageModel) -> None:
@@ -520,6 +537,7 @@ def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
             cache = native_cache(model.config)
             with torch.no_grad():
                 run(model, input_ids=torch.arange(2)[None], cache=cache)
+        refuse_position_tables(model)
     owners, target_refusal = cache_owners(model, cache)
     text_config = model.config.get_text_config(decoder=True)
     layers = tuple(layer_geometry(cache.layers[owner], None) for owner in owners)
