@@ -189,13 +189,12 @@ def refuse_position_tables(model: Any) -> None:
 
     For models without weights, whose keys can't be compared; `probe_geometry` compares those of loaded ones.
     """
-    if rotary_module(model) is not None:
-        return
-    embedding = model.get_input_embeddings()
+    bare, embedding = rotary_module(model) is None, model.get_input_embeddings()
     for module in decoder_of(model).modules():
-        if (isinstance(module, nn.Embedding) and module is not embedding) or hasattr(module, "embed_positions"):
+        second = bare and isinstance(module, nn.Embedding) and module is not embedding
+        if second or hasattr(module, "embed_positions"):
             raise UnsupportedModel(
-                f"this {model.config.model_type} model takes positions from a table and has no rotary module "
+                f"this {model.config.model_type} model looks its positions up in a table, not in a rotary module "
                 "(learned or unknown positions); a position-free cache can't be made from it"
             )
 
@@ -212,6 +211,16 @@ def _angles_of(module: nn.Module) -> Angles:
         return cos[0], sin[0]
 
     return angles
+
+
+def forget_length(module: nn.Module | None) -> None:
+    """Keep a rotary module without data from choosing its angles by the highest position, which it can't know.
+
+    Their shapes are the same. Dynamic NTK and longrope would raise.
+    """
+    of_type = getattr(module, "rope_type", None)
+    if module is not None and of_type is not None:
+        module.rope_type = dict.fromkeys(of_type, "default") if isinstance(of_type, dict) else "default"
 
 
 def angle_limit(module: nn.Module | None, layer_types: Iterable[str | None]) -> int | None:

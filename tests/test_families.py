@@ -263,16 +263,23 @@ def test_saved_and_loaded_is_the_same(family: str, tmp_path: Path) -> None:
     assert loaded.fingerprint == lm.fingerprint
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "gemma4", "lfm2", "gpt-oss"])
+@pytest.mark.parametrize("family", [*families.EXACT, *families.SOURCE_ONLY])
 def test_what_is_known_without_weights(family: str, tmp_path: Path) -> None:
     row, lm = families.FAMILIES[family], families.language_model(family)
     row.config().save_pretrained(tmp_path)
     lm.tokenizer.save_pretrained(tmp_path)
     found = outline(tmp_path)
     bare = tuple(replace(layer, rope=None) for layer in lm.geometry.layers)
-    assert found.geometry == replace(lm.geometry, layers=bare)
+    assert found.geometry == replace(lm.geometry, layers=bare, angle_limit=None)
     assert found.target_refusal == lm.target_refusal
-    if lm.target_refusal is None:
+    assert 0 < found.layer_weights < found.total_weights
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "gemma4", "lfm2", "phi3-longrope"])
+def test_what_info_says_of_a_pair(family: str, tmp_path: Path) -> None:
+    families.FAMILIES[family].config().save_pretrained(tmp_path)
+    tiny.byte_tokenizer().save_pretrained(tmp_path)
+    if family in families.EXACT:
         assert describe_pair(str(tmp_path), str(tmp_path))["supported"]
     else:
         with pytest.raises(UnsupportedModel, match="can't be a target: layer 0"):
