@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvlingo.cache import KV, full_cache, native_cache, read_cache, write_rows
-from kvlingo.errors import BadInput
-from kvlingo.models import LanguageModel, cache_devices
+from kvlingo.errors import BadInput, UnsupportedCache
+from kvlingo.models import LanguageModel, cache_devices, read
 from kvlingo.probing import decoder_of, run
 
 FILLER = 0  # any token of the vocabulary: nothing attends to it
@@ -40,6 +40,16 @@ class BatchPrefill:
 
     batch: Batch
     logits: Tensor
+
+
+def side_by_side(lm: LanguageModel, tokens: int) -> bool:
+    """Return whether rows of up to `tokens` tokens come out of one batch as they would alone, ready to go on.
+
+    Not where the longest row changes the rotary angles of all (longrope, dynamic NTK), and not where a row's recurrent state
+    would have to be taken out of the batch or put into one.
+    """
+    limit = lm.geometry.angle_limit
+    return lm.target_refusal is None and (limit is None or tokens <= limit)
 
 
 def prefill_batch(
@@ -67,8 +77,18 @@ def prefill_batch(
             f"a batch of {len(batch.padding)} rows goes on by equally many tokens in each, got lengths {lengths}; "
             "let the rows read what differs before joining them"
         )
+    _refuse_mixed_angles(lm, batch, batch.slots + max(map(len, rows)))
     logits = run(lm.model, cache=batch.cache, logits_to_keep=logits_to_keep, **_inputs(batch, rows)).logits
     return BatchPrefill(batch, logits)
+
+
+def _refuse_mixed_angles(lm: LanguageModel, batch: Batch, longest: int) -> None:
+    limit = lm.geometry.angle_limit
+    if limit is not None and longest > limit and any(batch.padding):
+        raise BadInput(
+            f"{lm.name} changes its rotary angles beyond {limit} tokens, and so would a row of {longest} for the shorter rows "
+            "beside it; read them one by one"
+        )
 
 
 def _inputs(batch: Batch, rows: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -89,6 +109,8 @@ def _inputs(batch: Batch, rows: Sequence[Tensor]) -> dict[str, Tensor]:
 def read_batch(lm: LanguageModel, rows: Sequence[Tensor]) -> list[KV]:
     """Return the model's own position-free `KV` of each row of ids, every layer in full: `models.read` of several at once."""
     longest = max(map(len, rows))
+    if not side_by_side(lm, longest):
+        return [read(lm, row) for row in rows]
     batch = Batch(full_cache(lm.model.config), tuple(longest - len(row) for row in rows))
     run(decoder_of(lm.model), cache=batch.cache, **_inputs(batch, rows))
     return [row_kv(lm, batch, row) for row in range(len(rows))]
@@ -105,6 +127,8 @@ def row_kv(lm: LanguageModel, batch: Batch, row: int, *, tokens: int | None = No
 
 def join(lm: LanguageModel, rows: Sequence[KV]) -> Batch:
     """Write rows of their own lengths into one cache that the model can go on from."""
+    if lm.target_refusal is not None:
+        raise UnsupportedCache(f"{lm.name}: {lm.target_refusal}")
     placed = [row.place(cache_devices(lm)) for row in rows]
     longest = max(row.tokens for row in rows)
     cache = write_rows(placed, lm.rotary, lm.geometry, lm.model.config)

@@ -6,6 +6,7 @@ Knows one model and its states. Drives its own loop, so that positions never dep
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlingo.batches import join, prefill_batch, row_kv
+from kvlingo.batches import join, prefill_batch, row_kv, side_by_side
 from kvlingo.cache import read_cache, truncate
-from kvlingo.errors import BadInput
+from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.handoff import ModelState, target_cache
 from kvlingo.models import LanguageModel, prefill
-from kvlingo.plan import Provenance, Span, SpanKind
+from kvlingo.plan import Provenance, Span, SpanKind, reprefill_plan
 from kvlingo.probing import cache_argument
 from kvlingo.reading import read_more
 
@@ -62,7 +63,7 @@ class Generation:
                 if piece:
                     yield piece
                 if number + 1 < self._max:
-                    self._logits = prefill(self.lm, self.lm.ids([token]), cache=self.state.cache).logits[-1]
+                    self.state, self._logits = read_one_more(self.lm, self.state, self.ids)
             rest = text.flush()
             if rest:
                 yield rest
@@ -72,6 +73,25 @@ class Generation:
     def text(self) -> str:
         """Run to the end; return all text at once."""
         return "".join(self)
+
+
+def read_one_more(lm: LanguageModel, state: ModelState, said: Sequence[int]) -> tuple[ModelState, Tensor]:
+    """Let the model read the last id of what it has said; return the state and the logits [vocabulary] of the next.
+
+    The cache grows in place. Only at the length beyond which the rotary angles of all tokens change (longrope, dynamic NTK)
+    everything is read anew: what is cached was made with the angles of before.
+    """
+    cached = int(state.cache.get_seq_length())
+    if cached != lm.geometry.angle_limit:
+        return state, prefill(lm, lm.ids(said[-1:]), cache=state.cache).logits[-1]
+    if state.no_text:
+        raise UnsupportedCache(
+            f"{lm.name} changes its rotary angles beyond {cached} tokens and would have to read the text again, "
+            f"which it was not given; stop at {cached} tokens, or hand over with the text"
+        )
+    done = prefill(lm, lm.ids([*state.reading.ids, *said]), full_length=True)
+    spans = reprefill_plan(len(state.reading), f"its rotary angles change beyond {cached} tokens").spans
+    return replace(state, cache=done.cache, spans=spans), done.logits[-1]
 
 
 def generate(
@@ -126,10 +146,27 @@ def generate_batch(
     """Go on from several states at once, each row as `generate` would alone (with the same seed, if it samples).
 
     The states' own caches stay as they are. A row that has ended is carried along until all have; what it is fed then is
-    never looked at.
+    never looked at. Where a batch can't be as its rows alone (`batches.side_by_side`), they go on one after another.
     """
     check_sampling(max_new_tokens, temperature, top_p)
     ends = end_ids(lm) if stop_at_eos else frozenset()
+    longest = max((int(s.cache.get_seq_length()) for s in states), default=0)
+    if not side_by_side(lm, longest + max_new_tokens):
+        streams = [
+            Generation(
+                lm,
+                replace(state, cache=copy.deepcopy(state.cache)),
+                row,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                stop_at_eos=stop_at_eos,
+            )
+            for state, row in zip(states, logits, strict=True)
+        ]
+        texts = [stream.text() for stream in streams]
+        return [Generated(tuple(s.ids), text, s.state) for s, text in zip(streams, texts, strict=True)]
     kvs = [read_cache(s.cache, lm.rotary, lm.geometry, partial=True) for s in states]
     batch, following = join(lm, kvs), torch.stack(list(logits))
     generators = [seeded(following.device, seed) for _ in states]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvlingo.alignment import align
-from kvlingo.batches import prefill_batch
+from kvlingo.batches import prefill_batch, side_by_side
 from kvlingo.cache import KV, concat, read_cache, take_row, write_cache
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.models import LanguageModel, cache_devices, native_layers, prefill, read
@@ -122,11 +122,15 @@ WHY_READ = "the model read it"
 
 @dataclass(frozen=True)
 class ModelState:
-    """What one model holds of a conversation: the ids really in its cache, and how far each span can be trusted."""
+    """What one model holds of a conversation: the ids really in its cache, and how far each span can be trusted.
+
+    `no_text` says that the model was given the cache without the text, which it must not read later on either.
+    """
 
     reading: Reading
     cache: Any
     spans: tuple[Span, ...]
+    no_text: bool = False
 
     @property
     def translated_until(self) -> int:
@@ -164,15 +168,23 @@ def read_conversation(conversation: Conversation, lm: LanguageModel, *, add_gene
 @torch.no_grad()
 def read_native(conversation: Conversation, lm: LanguageModel) -> ModelState:
     """Let a model read a conversation from scratch into a full-length cache: what a source holds before a hand-over."""
-    reading = read_conversation(conversation, lm, add_generation_prompt=False)
+    return _read_alone(read_conversation(conversation, lm, add_generation_prompt=False), lm)
+
+
+def _read_alone(reading: Reading, lm: LanguageModel) -> ModelState:
     cache = prefill(lm, lm.ids(reading.ids), full_length=True).cache
     return ModelState(reading, cache, reprefill_plan(len(reading.ids), WHY_READ).spans)
 
 
 @torch.no_grad()
 def read_native_batch(conversations: Sequence[Conversation], lm: LanguageModel) -> list[ModelState]:
-    """Let a model read several conversations at once, padded on the left; each comes out as if it had been read alone."""
+    """Let a model read several conversations at once, padded on the left; each comes out as if it had been read alone.
+
+    Where a batch can't give that (`side_by_side`), they are read one after another.
+    """
     readings = [read_conversation(c, lm, add_generation_prompt=False) for c in conversations]
+    if not side_by_side(lm, max(map(len, readings), default=0)):
+        return [_read_alone(reading, lm) for reading in readings]
     batch = prefill_batch(lm, [lm.ids(r.ids) for r in readings], full_length=True).batch
     return [
         ModelState(
@@ -277,7 +289,7 @@ def hand_off(
         "translate": 1e3 * (translated - source_read),
         "tail": 1e3 * (finished - translated),
     }
-    return HandOff(ModelState(reading, cache, plan.spans), plan, logits, timings)
+    return HandOff(ModelState(reading, cache, plan.spans, no_text), plan, logits, timings)
 
 
 def as_one_text(reading: Reading) -> Reading:
@@ -364,6 +376,7 @@ def native_prefix(plan: HandoffPlan, target: LanguageModel, state: ModelState | 
     native = sum(len(s) for s in plan.spans if s.kind == "native")
     if state is None or not native:
         return None
+    refuse_changed_angles(target, int(state.cache.get_seq_length()))
     return read_cache(state.cache, target.rotary, target.geometry, stop=native, partial=True)
 
 

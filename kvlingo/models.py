@@ -34,9 +34,12 @@ from kvlingo.gguf_header import read_gguf_header
 from kvlingo.probing import (
     cache_owners,
     decoder_of,
+    forget_length,
     layer_geometry,
     probe_geometry,
     probe_key_norms,
+    refuse_position_tables,
+    rotary_module,
     run,
     whole_geometry,
 )
@@ -289,16 +292,32 @@ def wrap(model: Any, tokenizer: Any, *, name: str = "model") -> LanguageModel:
 def _probed(model: Any, tokenizer: Any, name: str) -> LanguageModel:
     refuse_by_config(model.config)
     model.eval().requires_grad_(False)
-    rows = model.get_input_embeddings().weight.shape[0]
-    _refuse_other_vocabulary(name, tokenizer, rows)
-    probed = probe_geometry(model)
-    geometry, rotary = probed.geometry, probed.rotary
-    key_norms = probe_key_norms(model, geometry, rotary)
+    with _clear_probe_errors(model):
+        rows = model.get_input_embeddings().weight.shape[0]
+        _refuse_other_vocabulary(name, tokenizer, rows)
+        probed = probe_geometry(model)
+        geometry, rotary = probed.geometry, probed.rotary
+        key_norms = probe_key_norms(model, geometry, rotary)
     return LanguageModel(name, model, tokenizer, geometry, rotary, key_norms, probed.target_refusal)
 
 
+@contextmanager
+def _clear_probe_errors(model: Any) -> Iterator[None]:
+    """Refuse a model that can't even be asked: a family that nobody here has seen may raise anything."""
+    try:
+        yield
+    except (KVLingoError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise UnsupportedModel(
+            f"this {model.config.model_type} model can't be probed ({reason}); KV-Lingo can't use it"
+        ) from error
+
+
 def _check(lm: LanguageModel) -> None:
-    self_check(lm.model, lm.geometry, lm.rotary, writable=lm.target_refusal is None)
+    with _clear_probe_errors(lm.model):
+        self_check(lm.model, lm.geometry, lm.rotary, writable=lm.target_refusal is None)
 
 
 def _check_once(lm: LanguageModel) -> None:
@@ -361,8 +380,11 @@ def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype
 
 
 @contextmanager
-def _clear_load_errors(name: str) -> Iterator[None]:
-    """Turn the many-line errors of transformers and of the files' parsers into one line that says what to do."""
+def _clear_load_errors(name: str, *, weights: bool = True) -> Iterator[None]:
+    """Turn the many-line errors of transformers and of the files' parsers into one line that says what to do.
+
+    `weights` says whether they are needed, so that to lack them is a reason.
+    """
     try:
         yield
     except KVLingoError:
@@ -374,7 +396,7 @@ def _clear_load_errors(name: str) -> Iterator[None]:
             raise BadInput(
                 f"{name} has no config.json; give a folder made by save_pretrained, a .gguf file or a hub id"
             ) from error
-        if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        if weights and folder.is_dir() and not any(folder.glob("*.safetensors")):
             raise BadInput(f"{name} holds no weights (*.safetensors); download the whole model") from error
         if folder.exists():
             raise UnsupportedModel(f"{name} can't be loaded: {reason}; if it is damaged, download it again") from error
@@ -509,7 +531,7 @@ def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
     Shapes are read off a prefill of a model whose weights have no data (PyTorch's meta device), by the same code that a
     loaded model is probed with. Raises `UnsupportedModel` or `BadInput` with one sentence.
     """
-    with _clear_load_errors(str(name)):
+    with _clear_load_errors(str(name), weights=False):
         config, load_tokenizer, pieces = _described(name)
         refuse_by_config(config)
         with torch.device("meta"):
@@ -517,11 +539,14 @@ def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, experts_implementation="batched_mm"
             ).eval()
+            forget_length(rotary_module(model))
             cache = native_cache(model.config)
             with torch.no_grad():
                 run(model, input_ids=torch.arange(2)[None], cache=cache)
+        refuse_position_tables(model)
     owners, target_refusal = cache_owners(model, cache)
     text_config = model.config.get_text_config(decoder=True)
+    decoder_layer_weights = decoder_layers(decoder_of(model))[1].parameters()
     layers = tuple(layer_geometry(cache.layers[owner], None) for owner in owners)
     if not str(name).endswith(".gguf"):  # a .gguf file keeps its embedding's rows as its vocabulary
         _refuse_other_vocabulary(str(name), load_tokenizer(), model.get_input_embeddings().weight.shape[0])
@@ -532,7 +557,7 @@ def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
         pieces=pieces,
         geometry=whole_geometry(model, layers, owners),
         total_weights=sum(p.numel() for p in model.parameters()),
-        layer_weights=sum(p.numel() for n, p in decoder_of(model).named_parameters() if n.startswith("layers.")),
+        layer_weights=sum(p.numel() for p in decoder_layer_weights),
         query_widths=tuple(text_config.num_attention_heads * layer.key_dim for layer in layers),
         target_refusal=target_refusal,
     )

@@ -184,6 +184,21 @@ def rotary_module(model: Any) -> nn.Module | None:
     return next((m for n, m in decoder_of(model).named_modules() if n.split(".")[-1] == "rotary_emb"), None)
 
 
+def refuse_position_tables(model: Any) -> None:
+    """Raise `UnsupportedModel` where a model's parts show that it looks positions up in a table of its own.
+
+    For models without weights, whose keys can't be compared; `probe_geometry` compares those of loaded ones.
+    """
+    bare, embedding = rotary_module(model) is None, model.get_input_embeddings()
+    for module in decoder_of(model).modules():
+        second = bare and isinstance(module, nn.Embedding) and module is not embedding
+        if second or hasattr(module, "embed_positions"):
+            raise UnsupportedModel(
+                f"this {model.config.model_type} model looks its positions up in a table, not in a rotary module "
+                "(learned or unknown positions); a position-free cache can't be made from it"
+            )
+
+
 def _angles_of(module: nn.Module) -> Angles:
     takes_type = "layer_type" in inspect.signature(module.forward).parameters
 
@@ -196,6 +211,17 @@ def _angles_of(module: nn.Module) -> Angles:
         return cos[0], sin[0]
 
     return angles
+
+
+def forget_length(module: nn.Module | None) -> None:
+    """Keep a rotary module without data from choosing its angles by the highest position, which it can't know.
+
+    Their shapes are the same. Dynamic NTK and longrope would raise.
+    """
+    of_type = getattr(module, "rope_type", None)
+    if module is not None and of_type is not None:
+        plain: Any = dict.fromkeys(of_type, "default") if isinstance(of_type, dict) else "default"
+        module.rope_type = plain
 
 
 def angle_limit(module: nn.Module | None, layer_types: Iterable[str | None]) -> int | None:
@@ -225,6 +251,11 @@ def _angle_limit(angles: Angles, layer_type: str | None) -> int | None:
             return None
     except IndexError:  # a table with one row a position: what it says of one does not depend on the others
         return None
+    except (
+        KeyError,
+        AttributeError,
+    ):  # layers of this type have no angles, or `_probe_rope` will find that they need some
+        return None
     while changed - same > 1:
         middle = (same + changed) // 2
         same, changed = (middle, changed) if torch.equal(after_a_long_text(middle), near) else (same, middle)
@@ -241,15 +272,16 @@ def _probe_rope(
     """Find the rotation that explains a layer's keys at all probed positions, by trying the known layouts."""
     # What bfloat16 or float16 weights round away must not look like a rotation.
     tolerance = {torch.float64: 1e-5, torch.float32: 1e-3}.get(model.get_input_embeddings().weight.dtype, 5e-2)
-    moving = [part for part in (0, 1) if not _same(tolerance, [pair[part] for pair in read.values()])]
+    scales = [_scale([pair[part] for pair in read.values()]) for part in (0, 1)]
+    moving = [part for part in (0, 1) if not _same(tolerance, [pair[part] for pair in read.values()], scales[part])]
     if not moving:
         return None
     if angles is not None and len(moving) == 1:
-        at = {position: pair[moving[0]] for position, pair in read.items()}
+        at, scale = {position: pair[moving[0]] for position, pair in read.items()}, scales[moving[0]]
         for rope in _rope_candidates(angles, layer_type, at[0], "values" if moving[0] else "keys"):
             rotary = Rotary(angles, (rope,))
             free = [rotary.unrotate(x, 0, torch.tensor([p], device=x.device)) for p, x in at.items()]
-            if _same(tolerance, free):
+            if _same(tolerance, free, scale):
                 return rope
     raise UnsupportedModel(
         f"the keys of layer {index} of this {model.config.model_type} model do not follow its rotary module "
@@ -257,9 +289,18 @@ def _probe_rope(
     )
 
 
-def _same(tolerance: float, tensors: Sequence[Tensor]) -> bool:
+def _scale(tensors: Sequence[Tensor]) -> Tensor:
+    """Return how large each dim gets, so that all dims weigh the same.
+
+    Keys with large biases (Qwen2) have nearly all their norm in a few slow planes, and would hide how the others rotate.
+    """
+    largest = torch.stack(list(tensors)).abs().amax(0)
+    return largest.clamp_min(float(largest.median())).clamp_min(torch.finfo(largest.dtype).tiny)
+
+
+def _same(tolerance: float, tensors: Sequence[Tensor], scale: Tensor) -> bool:
     first = tensors[0]
-    return all(bool((x - first).norm() <= tolerance * first.norm()) for x in tensors[1:])
+    return all(bool(((x - first) / scale).square().mean().sqrt() <= tolerance) for x in tensors[1:])
 
 
 def _rope_candidates(angles: Angles, layer_type: str | None, x: Tensor, part: Part) -> Iterator[LayerRope]:

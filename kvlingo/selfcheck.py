@@ -157,7 +157,7 @@ class _Check:
         """Return the hidden state of one token read after `tokens` made-up ones, of which `loud` shout in some layers."""
         cache = full_cache(self.model.config)
         generator = torch.Generator().manual_seed(0)
-        device, dtype = self.ids.device, self.hidden.dtype
+        dtype = self.hidden.dtype
         for index, layer in enumerate(owning_layers(cache, self.geometry)):
             shape = self.geometry.layers[index]
             keys = torch.zeros(1, shape.kv_heads, tokens, shape.key_dim)
@@ -166,6 +166,7 @@ class _Check:
                 at = list(loud)
                 keys[:, :, at] = LOUD * torch.randn(keys[:, :, at].shape, generator=generator)
                 values[:, :, at] = torch.randn(values[:, :, at].shape, generator=generator)
+            device = self.kv.keys[index].device  # layers may be spread over several
             layer.update(keys.to(device, dtype), values.to(device, dtype))
         return self.read(self.ids[:1], cache, tokens)[0]
 

@@ -15,7 +15,7 @@ import torch
 from kvlingo.errors import BadInput
 from kvlingo.evaluation import Controls, EvaluationOptions, evaluate
 from kvlingo.generation import generate
-from kvlingo.handoff import HandOff, ModelState, hand_off, read_native
+from kvlingo.handoff import HandOff, hand_off, read_native, refuse_changed_angles
 from kvlingo.jobs import Say, Where, gather, load_pair
 from kvlingo.models import LanguageModel, prefill
 from kvlingo.progress import progress_bar
@@ -145,9 +145,10 @@ def read_on(target: LanguageModel, handed: HandOff, text: str) -> HandOff:
     ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         raise BadInput("without the text the target needs something new to read; give --next TEXT")
+    refuse_changed_angles(target, len(handed.state.reading) + len(ids))
     done = prefill(target, target.ids(ids), cache=handed.state.cache)
     reading = read_more(target.tokenizer, handed.state.reading, ids)
-    return replace(handed, state=ModelState(reading, done.cache, handed.state.spans), logits=done.logits[-1])
+    return replace(handed, state=replace(handed.state, reading=reading, cache=done.cache), logits=done.logits[-1])
 
 
 def handoff_lines(handed: HandOff, times: FirstToken) -> Iterator[str]:

@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvlingo.errors import UnsupportedModel
+from kvlingo.batches import join, prefill_batch, read_batch
+from kvlingo.cache import KV
+from kvlingo.errors import BadInput, UnsupportedCache, UnsupportedModel
 from kvlingo.facts import describe_pair
 from kvlingo.fitting import fit
+from kvlingo.generation import generate, generate_batch
 from kvlingo.geometry import LayerRope
-from kvlingo.handoff import hand_off
+from kvlingo.handoff import hand_off, hand_off_batch, read_native, read_native_batch
 from kvlingo.models import load_model, outline, prefill, read, wrap
-from kvlingo.plan import Provenance
+from kvlingo.plan import Provenance, SpanKind
+from kvlingo.reading import read_more
 from kvlingo.shapes import FitOptions
 from kvlingo.translator import identity_translator
 from tests import families, tiny
@@ -159,6 +163,92 @@ def test_the_cache_mixes_angles_beyond_the_limit(family: str) -> None:
         assert (float((chunked - tiny.cold_logits(lm, ids)[-1]).abs().max()) < 1e-8) == exact
 
 
+@pytest.mark.parametrize("family", ["llama-dynamic", "phi3-longrope"])
+def test_generating_across_the_limit_reads_anew(family: str) -> None:
+    """The tokens up to the first one after the switch are those of a cold run; longrope's also from there on."""
+    lm = families.language_model(family)
+    n, own = LIMITS[family] - 3, identity_translator(lm.geometry, torch.float64)
+    same = 10 if family == "phi3-longrope" else 5  # dynamic NTK turns its angles again with every token
+    text, cold = tiny.text_of_tokens(n), tiny.cold_greedy(lm, tiny.ids_of(lm, n), same)
+    done = hand_off(text, lm, lm, own)
+    assert done.plan.count(SpanKind.TRANSLATED) == n - 2
+    assert done.logits is not None
+    together = generate_batch(lm, [done.state] * 2, [done.logits] * 2, max_new_tokens=same, stop_at_eos=False)
+    assert [list(row.ids) for row in together] == [cold, cold]
+    stream = generate(lm, done.state, done.logits, max_new_tokens=same, stop_at_eos=False)
+    stream.text()
+    assert stream.ids == cold
+    for state in (stream.state, together[0].state):
+        assert len(state.reading) == state.cache.get_seq_length() == n + same - 1
+        assert {span.provenance for span in state.spans} == {Provenance.EXACT}
+        assert state.spans[0].reason == "re-prefill"
+
+
+def test_without_its_text_a_conversation_ends_at_the_limit() -> None:
+    lm = families.language_model("phi3-longrope")
+    done = hand_off(tiny.text_of_tokens(62), lm, lm, identity_translator(lm.geometry, torch.float64), no_text=True)
+    first = prefill(lm, lm.ids([50]), cache=done.state.cache)
+    state = replace(done.state, reading=read_more(lm.tokenizer, done.state.reading, [50]))
+    with pytest.raises(UnsupportedCache, match="stop at 64 tokens"):
+        generate(lm, state, first.logits[-1], max_new_tokens=5, stop_at_eos=False).text()
+
+
+@pytest.mark.parametrize("family", ["llama-dynamic", "phi3-longrope"])
+def test_an_earlier_cache_that_is_beyond_the_limit_is_read_anew(family: str) -> None:
+    """The user edited the conversation shorter: what it has in common with the cache was read with other angles."""
+    lm = families.language_model(family)
+    text = tiny.text_of_tokens(40)
+    held = read_native(text + tiny.text_of_tokens(60, seed=1), lm)
+    done = hand_off(text, lm, lm, identity_translator(lm.geometry, torch.float64), target_state=held)
+    assert done.plan.fallback is not None
+    assert done.plan.count(SpanKind.NATIVE) == 0
+    assert done.logits is not None
+    cold = tiny.cold_logits(lm, tiny.ids_of(lm, 40))[-1]
+    torch.testing.assert_close(done.logits, cold, atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama-dynamic", "phi3-longrope"])
+def test_rows_beside_one_beyond_the_limit_are_read_alone(family: str) -> None:
+    lm = families.language_model(family)
+    texts = [tiny.text_of_tokens(n, seed=n) for n in (90, 20)]
+    ids = [tiny.ids_of(lm, n, seed=n) for n in (90, 20)]
+    assert_same(read_batch(lm, ids)[1], read(lm, ids[1]))
+    with pytest.raises(BadInput, match=f"beyond {LIMITS[family]} tokens.*one by one"):
+        prefill_batch(lm, ids)
+    done = hand_off_batch(texts, lm, lm, identity_translator(lm.geometry, torch.float64))
+    assert [one.plan.fallback is None for one in done] == [False, True]
+    for row, one in zip(ids, done, strict=True):
+        assert one.logits is not None
+        torch.testing.assert_close(one.logits, tiny.cold_logits(lm, row)[-1], atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["falcon-h1", "lfm2"])
+def test_several_hybrids_go_on_as_each_alone(family: str) -> None:
+    """A recurrent state is not taken out of a batch, nor put into one."""
+    lm = families.language_model(family)
+    lengths = (20, 12)
+    texts = [tiny.text_of_tokens(n, seed=n) for n in lengths]
+    cold = [tiny.cold_greedy(lm, tiny.ids_of(lm, n, seed=n), 5) for n in lengths]
+    states = read_native_batch(texts, lm)
+    for state, n, words in zip(states, lengths, cold, strict=True):
+        following = prefill(lm, lm.ids(words[:1]), cache=state.cache).logits[-1]
+        whole = torch.cat((tiny.ids_of(lm, n, seed=n), lm.ids(words[:1])))
+        torch.testing.assert_close(following, tiny.cold_logits(lm, whole)[-1], atol=1e-5, rtol=1e-5)
+    own = identity_translator(lm.geometry, torch.float64)
+    done = [hand_off(text, lm, lm, own) for text in texts]
+    logits = [one.logits for one in done if one.logits is not None]
+    said = generate_batch(lm, [one.state for one in done], logits, max_new_tokens=5, stop_at_eos=False)
+    assert [list(row.ids) for row in said] == cold
+    assert [one.state.cache.get_seq_length() for one in done] == list(lengths)
+    with pytest.raises(UnsupportedCache, match="recurrent state"):
+        join(lm, [read(lm, tiny.ids_of(lm, n)) for n in lengths])
+
+
+def assert_same(a: KV, b: KV) -> None:
+    for x, y in zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True):
+        torch.testing.assert_close(x, y, atol=1e-8, rtol=0)
+
+
 # --- loading ---------------------------------------------------------------------------------------------------------
 
 
@@ -173,20 +263,35 @@ def test_saved_and_loaded_is_the_same(family: str, tmp_path: Path) -> None:
     assert loaded.fingerprint == lm.fingerprint
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "gemma4", "lfm2", "gpt-oss"])
+@pytest.mark.parametrize("family", [*families.EXACT, *families.SOURCE_ONLY])
 def test_what_is_known_without_weights(family: str, tmp_path: Path) -> None:
     row, lm = families.FAMILIES[family], families.language_model(family)
     row.config().save_pretrained(tmp_path)
     lm.tokenizer.save_pretrained(tmp_path)
     found = outline(tmp_path)
     bare = tuple(replace(layer, rope=None) for layer in lm.geometry.layers)
-    assert found.geometry == replace(lm.geometry, layers=bare)
+    assert found.geometry == replace(lm.geometry, layers=bare, angle_limit=None)
     assert found.target_refusal == lm.target_refusal
-    if lm.target_refusal is None:
+    assert 0 < found.layer_weights < found.total_weights
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "gemma4", "lfm2", "phi3-longrope"])
+def test_what_info_says_of_a_pair(family: str, tmp_path: Path) -> None:
+    families.FAMILIES[family].config().save_pretrained(tmp_path)
+    tiny.byte_tokenizer().save_pretrained(tmp_path)
+    if family in families.EXACT:
         assert describe_pair(str(tmp_path), str(tmp_path))["supported"]
     else:
         with pytest.raises(UnsupportedModel, match="can't be a target: layer 0"):
             describe_pair(str(tmp_path), str(tmp_path))
+
+
+@pytest.mark.parametrize("family", families.REFUSED)
+def test_refused_without_weights_too(family: str, tmp_path: Path) -> None:
+    families.FAMILIES[family].config().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"positions|encoder-decoder|keys and values") as error:
+        outline(tmp_path)
+    sentence(error)
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

@@ -99,6 +99,15 @@ def counts_positions_itself() -> Any:
     return model
 
 
+def raises() -> Any:
+    """A family that can't be called as others are."""
+
+    def change(kwargs: dict[str, Any]) -> dict[str, Any]:
+        raise TypeError("no such thing\nat all")
+
+    return with_attention(tiny.scaled(tiny.llama()), 1, change)
+
+
 BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "another theta": (another_theta, r"keys of layer 1 of this llama model do not follow its rotary module"),
     "not causal": (not_causal, r"not causal: layer 2 caches something else .* when later tokens change \(by \d"),
@@ -108,6 +117,7 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
         r"reads 1 new token after its own cache otherwise than without",
     ),
     "several after a cache": (lambda: other_after_a_cache(5), r"reads 5 new tokens after its own cache otherwise"),
+    "raises": (raises, r"this llama model can't be probed \(TypeError: no such thing at all\)"),
     "counts by itself": (counts_positions_itself, r"other keys in layer 0 for one token at positions 0 and 5"),
 }
 
@@ -125,6 +135,18 @@ def test_a_model_that_does_something_else_is_refused(what: str) -> None:
 @pytest.mark.parametrize("family", ["llama-yarn", "gemma3", "llama4", "deepseek-v3", "lfm2"])
 def test_sound_models_pass_in_every_dtype(family: str, dtype: torch.dtype) -> None:
     wrap(families.FAMILIES[family].trained(dtype), tiny.byte_tokenizer())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_large_biases_do_not_hide_how_keys_rotate(dtype: torch.dtype) -> None:
+    """Nearly all of the keys' norm stands still, in a plane that is too slow to be seen turning: as in Qwen2."""
+    rope = {**tiny.THETA, "rope_theta": 1e6}
+    model = tiny.scaled(tiny.qwen2(rope_parameters=rope, head_dim=64, max_position_embeddings=4096), dtype=dtype)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.bias.view(2, 2, 32)[:, :, 31] = 300.0
+    found = wrap(model, tiny.byte_tokenizer()).geometry.layers
+    assert found[0].rope is not None
+    assert found[1].rope == found[0].rope
 
 
 # --- remembered ------------------------------------------------------------------------------------------------------
