@@ -94,7 +94,8 @@ def print_folder(facts: Mapping[str, Any], console: Console) -> None:
         kl = report["arms"]["translated"]["kl_nats"]["mean"]
         say(console, f"{report['verdict']} on {report['num_documents']} held-out documents, KL to native {kl:.4f} nats")
     else:
-        shown = ", ".join(f"{k} {v}" for k, v in report.items() if not isinstance(v, dict))
+        plain = {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in report.items() if not isinstance(v, dict)}
+        shown = ", ".join(f"{k} {v}" for k, v in plain.items())
         say(console, f"held out: {shown}; the whole comparison: kvlingo eval {facts['folder']}")
 
 
