@@ -38,6 +38,7 @@ from kvlingo.workplace import (
     forget,
     model_names,
     refuse_early,
+    refuse_other_pair,
     remember_models,
     reserve,
     save_distilled,
@@ -109,6 +110,7 @@ def fit_pair(
     """
     started = time.monotonic()
     refuse_early(out, overwrite=overwrite)
+    refuse_other_pair(out, source_name, target_name)
     options = FitOptions(**changes)
     apart = reserve(gather(texts), share=options.held_out_share, seed=options.seed)
     # As `fit` will split them: texts that it would refuse are refused before models load.

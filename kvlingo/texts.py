@@ -388,7 +388,7 @@ def split_documents(documents: Sequence[Document], *, held_out_share: float, see
     strata = _strata(documents)
     if sum(len(clusters) for clusters in strata) < 2:
         raise BadInput(
-            f"can't hold out documents: all {len(documents)} come from one file or book; add texts from a second one"
+            f"can't hold out documents: got {len(documents)} from fewer than two files or books; add texts from another one"
         )
     chosen: set[str] = set()
     for clusters in strata:

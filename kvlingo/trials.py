@@ -156,7 +156,9 @@ def handoff_lines(handed: HandOff, times: FirstToken) -> Iterator[str]:
     yield f"plan: {handed.plan}"
     if handed.plan.fallback:
         yield f"re-prefilled: {handed.plan.fallback}"
+    faster = f"{times.speedup:.1f} times as long" if times.speedup >= 1 else "less: re-prefill at this length"
+    runs = f"medians of {times.repeats} runs" if times.repeats > 1 else "one run"
     yield (
-        f"first token after {times.handoff_ms:.0f} ms; re-prefilling {times.tokens} tokens takes {times.reprefill_ms:.0f} ms "
-        f"({times.speedup:.1f} times), medians of {times.repeats}"
+        f"first token after {times.handoff_ms:.0f} ms; re-prefilling {times.tokens} tokens takes {times.reprefill_ms:.0f} ms, "
+        f"{faster} ({runs})"
     )

@@ -163,11 +163,22 @@ def save_distilled(folder: Path, translator: Translator, manifest: Manifest) -> 
 
 def remember_models(folder: Path, source: str, target: str) -> None:
     """Note where the models were loaded from; the artifact itself names no path."""
-    found = {
-        side: str(Path(name).resolve()) if Path(name).exists() else name
-        for side, name in (("source", source), ("target", target))
-    }
-    write_file(folder / "work" / "models.json", json.dumps(found).encode())
+    write_file(folder / "work" / "models.json", json.dumps(_places(source, target)).encode())
+
+
+def refuse_other_pair(folder: Path, source: str, target: str) -> None:
+    """Raise `BadInput` where the folder holds what was begun for another pair: its statistics may be hours of work."""
+    file = folder / "work" / "models.json"
+    if file.is_file() and (begun := json.loads(file.read_text(encoding="utf-8"))) != _places(source, target):
+        raise BadInput(
+            f"{folder} holds what was begun for {begun['source']} → {begun['target']}; "
+            f"give another folder, or remove {folder / 'work'}"
+        )
+
+
+def _places(source: str, target: str) -> dict[str, str]:
+    sides = (("source", source), ("target", target))
+    return {side: str(Path(name).absolute()) if Path(name).exists() else name for side, name in sides}
 
 
 def forget(folder: Path) -> None:

@@ -146,6 +146,20 @@ def test_a_second_fit_needs_overwrite(fitted: Path, pair: SimpleNamespace, tmp_p
     assert (there / "translator.safetensors").read_bytes() != before
 
 
+def test_a_fit_does_not_touch_what_was_begun_for_another_pair(
+    fitted: Path, pair: SimpleNamespace, tmp_path: Path, run: Run
+) -> None:
+    there = copy_of(fitted, tmp_path)
+    for item in there.iterdir():  # as a fit leaves it that was stopped: nothing but its work
+        if item.name != "work":
+            shutil.rmtree(item) if item.is_dir() else item.unlink()
+    before = {path: path.read_bytes() for path in (there / "work").rglob("*") if path.is_file()}
+    assert before
+    other = ["fit", pair.target, pair.source, "--out", there, "--text", pair.texts, *SMALL_FIT]
+    assert_refused(run(*other), "begun for", "give another folder")
+    assert {path: path.read_bytes() for path in (there / "work").rglob("*") if path.is_file()} == before
+
+
 def test_distil_keeps_the_ridge_and_the_curve(fitted: Path, tmp_path: Path, run: Run) -> None:
     there = copy_of(fitted, tmp_path)
     ridge = (there / "translator.safetensors").read_bytes()
@@ -340,7 +354,7 @@ def fit_texts(run: Run, pair: SimpleNamespace, out: Path, *texts: Path, more: Se
         (b"\x00\x01\x02\xff\xfe", "not UTF-8 text"),
         (b"\x89PNG\r\n\x1a\n\x00\x00", "not UTF-8 text"),
         (b"abc\x00\x01def", "binary"),
-        (b"x", "all 1 come from one file"),
+        (b"x", "got 1 from fewer than two files"),
     ],
     ids=["empty", "white space", "not UTF-8", "PNG", "control characters", "one token"],
 )

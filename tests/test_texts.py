@@ -186,8 +186,8 @@ def test_split_of_single_clusters_pools_them() -> None:
     ("documents", "share", "message"),
     [
         ([document("a")], 0.0, "between 0 and 1, got 0.0"),
-        ([], 0.5, "come from one file or book"),
-        ([document("a"), document("b")], 0.5, "all 2 come from one file or book"),
+        ([], 0.5, "got 0 from fewer than two files"),
+        ([document("a"), document("b")], 0.5, "got 2 from fewer than two files or books"),
         ([document("a b", "x"), document("a  b\n", "y")], 0.5, "same text is held out and trained"),
     ],
 )
