@@ -46,13 +46,12 @@ FIT = FitOptions(
 )
 DISTILL = DistillOptions(
     minutes=27.0,
-    batch=4,
-    handovers=4,
-    learning_rate=1.5e-4,
+    batch=8,
+    learning_rate=1e-4,
     warmup_share=0.06,
     judge_every=20,
     judged_examples=12,
-    context_tokens=(192, 256, 384, 512, 768, 1024),
+    context_tokens=(96, 192, 192, 256, 384, 768),
     continuation_tokens=96,
 )
 

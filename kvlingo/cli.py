@@ -168,7 +168,7 @@ def distill(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.", show_default=False)] = None,
     learning_rate: Annotated[float, typer.Option(min=0, help="Of AdamW, after warm-up.")] = 1e-4,
-    batch: Annotated[int, typer.Option(min=1, help="Texts in a step, of a few hand-overs each.")] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Hand-overs in a step.")] = 8,
     context: Annotated[
         str, typer.Option(help="Context lengths to draw from, in target tokens.")
     ] = "64,128,192,256,384,512",

@@ -40,7 +40,8 @@ class DistillOptions:
     Fields:
         steps, minutes: stop at whichever comes first; None for no such bound.
         batch: texts per optimiser step, read one after another (gradient accumulation).
-        handovers: places in each text to hand over at; they share the frozen forward passes and the translation.
+        handovers: places in each text to hand over at; they share the frozen forward passes and the translation. More texts
+            taught more than more places in each (docs/log.md).
         tails: tail lengths to draw from.
         ce_weight: λ of the cross-entropy term.
         whitening_damping: relative to the mean diagonal, as in ridge.
@@ -50,8 +51,8 @@ class DistillOptions:
 
     steps: int | None = None
     minutes: float | None = 10.0
-    batch: int = 4
-    handovers: int = 4
+    batch: int = 8
+    handovers: int = 1
     learning_rate: float = 1e-4
     warmup_share: float = 0.05
     clip: float = 1.0
