@@ -1,6 +1,9 @@
 """What every test shares: no network, one thread, a fixed seed, real models only on request."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 # Before anything imports a hub client: it reads these once.
@@ -15,6 +18,11 @@ REAL_MODELS = "KVLINGO_REAL_MODELS"
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # tiny models; the tests run side by side instead
+    if os.environ.get(REAL_MODELS, "0") == "0":
+        # What is made before a test's own folder is set (shared fixtures) must not end up with the user either.
+        place = tempfile.mkdtemp(prefix="kvlingo-tests-")
+        atexit.register(shutil.rmtree, place, ignore_errors=True)
+        os.environ["KVLINGO_CACHE"] = place
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
