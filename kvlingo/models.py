@@ -525,6 +525,23 @@ class Outline:
     target_refusal: str | None
 
 
+@torch.no_grad()
+def _fill_without_data(model: Any, cache: Any) -> None:
+    """Let a model without weights read two tokens, for the shapes of what it keeps.
+
+    Raises `UnsupportedModel` for one that looks at values on the way (OPT on older releases).
+    """
+    try:
+        run(model, input_ids=torch.arange(2)[None], cache=cache)
+    except RuntimeError as error:
+        if "meta tensors" not in str(error):
+            raise
+        raise UnsupportedModel(
+            f"what keys and values this {model.config.model_type} model keeps can't be told without its weights; "
+            "load it to know"
+        ) from error
+
+
 def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
     """Describe a model by hub id, folder or .gguf file from its config and tokenizer alone.
 
@@ -541,8 +558,7 @@ def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
             ).eval()
             forget_length(rotary_module(model))
             cache = native_cache(model.config)
-            with torch.no_grad():
-                run(model, input_ids=torch.arange(2)[None], cache=cache)
+            _fill_without_data(model, cache)
         refuse_position_tables(model)
     owners, target_refusal = cache_owners(model, cache)
     text_config = model.config.get_text_config(decoder=True)
