@@ -15,7 +15,7 @@ PIN :=
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 help:
-	@echo 'make demo        install, then run the demo (ARGS=--quick: under 5 minutes)'
+	@echo 'make demo        install, then run the demo (ARGS=--quick: one direction, a few minutes)'
 	@echo 'make test        install, then run the tests (ARGS="-k name")'
 	@echo 'make test-oldest  the tests on the oldest transformers supported, in an environment of its own'
 	@echo 'make lint        ruff: rules and formatting    make format: mend both'

@@ -308,31 +308,27 @@ def write_cache(
         kind: static: of fixed size, for `torch.compile`; offloaded: on the CPU between uses (needs a GPU).
         max_length: tokens that a static cache has room for, those to come included.
     """
-    return write_rows([kv], rotary, geometry, config, kind=kind, max_length=max_length)
+    return _written(_empty_cache(config, kind, kv.tokens, max_length), [kv], rotary, geometry)
 
 
-def write_rows(
-    rows: Sequence[KV],
-    rotary: Rotary,
-    geometry: Geometry,
-    config: Any,
-    *,
-    kind: CacheKind = "dynamic",
-    max_length: int | None = None,
-) -> Any:
+def write_rows(rows: Sequence[KV], rotary: Rotary, geometry: Geometry, config: Any) -> DynamicCache:
     """Make one cache of several rows of their own lengths, padded on the left with zeros.
 
     The model needs an attention mask that hides the padding, and each row's own positions (`kvlingo.batches` gives both).
     """
+    return _written(native_cache(config), rows, rotary, geometry)
+
+
+def _written(cache: Any, rows: Sequence[KV], rotary: Rotary, geometry: Geometry) -> Any:
+    """Fill an empty cache with rows, and return it."""
     tokens = max(row.tokens for row in rows)
-    cache = _empty_cache(config, kind, tokens, max_length)
     for index, (place, shape) in enumerate(zip(geometry.cache_layers, geometry.layers, strict=True)):
         slots = tokens - shape.first_held(tokens)
         states = [_last_states(row, rotary, index, row.tokens - shape.first_held(row.tokens)) for row in rows]
         if slots:
             keys, values = (_stacked(side, slots) for side in zip(*states, strict=True))
             _fill(_recording(cache, place), keys, values, tokens)
-        if kind == "offloaded":
+        if getattr(cache, "offloading", False):
             cache.layers[place].offload()
     return cache
 

@@ -68,7 +68,7 @@ class Collector:
             if stats.is_whole:
                 saved.save(stats, done)
             raise
-        require_examples([None] * stats.tokens, f"{min(self.options.context_tokens)} tokens for {what}")  # type: ignore[list-item]
+        require_examples(range(stats.tokens), f"{min(self.options.context_tokens)} tokens for {what}")
         saved.save(stats, done)
         return stats
 

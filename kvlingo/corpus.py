@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,21 +186,7 @@ def _example(source: Reading, target: Reading, follow: Sequence[int], said: str,
     )
 
 
-def common_ends(example: Example) -> list[int]:
-    """Return after how many target tokens both models have read exactly the same bytes of a plain text.
-
-    Up to there, the source's tokens are those it would have read had the text ended there (but for a merge across the cut).
-    Empty for a chat, whose last tokens the source has not read.
-    """
-    source, target = example.source, example.target
-    if len(source.contents) != 1 or len(target.contents) != 1 or bool((example.alignment < 0).any()):
-        return []
-    shift = target.contents[0][0] - source.contents[0][0]
-    ends = [source.spans[i][1] + shift for i in example.alignment.tolist()]
-    return [n for n, (mine, theirs) in enumerate(zip(ends, target.spans, strict=True), start=1) if mine == theirs[1]]
-
-
-def require_examples(found: Sequence[Example], wanted: str) -> None:
+def require_examples(found: Sized, wanted: str) -> None:
     """Raise `BadInput` when the texts gave no example."""
     if not found:
         raise BadInput(f"the texts are too short: no piece of {wanted}; give longer texts or a smaller --context")

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from kvlingo.corpus import Example, random_examples
 from kvlingo.errors import BadInput
-from kvlingo.handoff import assemble, continuation_logits
+from kvlingo.judging import native_logits, translated_logits
 from kvlingo.metrics import kl_nats
 from kvlingo.models import LanguageModel, read
-from kvlingo.objective import draw_cuts, example_loss, small_vocabulary, training_plan
+from kvlingo.objective import example_loss, small_vocabulary
 from kvlingo.stats import GramStats, load_tensors, save_tensors
 from kvlingo.texts import Document
 from kvlingo.translator import Translator, without_residual
@@ -39,9 +39,7 @@ class DistillOptions:
 
     Fields:
         steps, minutes: stop at whichever comes first; None for no such bound.
-        batch: texts per optimiser step, read one after another (gradient accumulation).
-        handovers: places in each text to hand over at; they share the frozen forward passes and the translation. More texts
-            taught more than more places in each (docs/log.md).
+        batch: hand-overs per optimiser step, read one after another (gradient accumulation).
         tails: tail lengths to draw from.
         ce_weight: λ of the cross-entropy term.
         whitening_damping: relative to the mean diagonal, as in ridge.
@@ -52,7 +50,6 @@ class DistillOptions:
     steps: int | None = None
     minutes: float | None = 10.0
     batch: int = 8
-    handovers: int = 1
     learning_rate: float = 1e-4
     warmup_share: float = 0.05
     clip: float = 1.0
@@ -185,6 +182,7 @@ class Run:
                     saved = time.monotonic()
         except BaseException:
             self.checkpoint()
+            self.translator.multiply_in_bfloat16(False)
             raise
         if self.curve.judged_steps[-1] != self.step:
             self.judge(judged)
@@ -228,9 +226,9 @@ class Run:
         rng = random.Random(seed)
         total = 0.0
         for example in batch:
-            cuts = draw_cuts(example, options.handovers, options.tails, rng)
+            tail = rng.choice(options.tails)
             loss = example_loss(
-                self.translator, self.source, self.target, example, cuts, options.ce_weight, view=self.view
+                self.translator, self.source, self.target, example, tail, options.ce_weight, view=self.view
             )
             (loss / len(batch)).backward()
             total += float(loss.detach())
@@ -349,8 +347,7 @@ def judged_examples(
             seed=f"held-out-{options.seed}-{number}",
             count=1,
         )[0]
-        ids, follow = target.ids(drawn.target.ids), target.ids(drawn.continuation)
-        native = continuation_logits(target, None, ids, follow).to(torch.bfloat16)
+        native = native_logits(target, drawn).to(torch.bfloat16)
         found.append(Judged(drawn, native, read(source, source.ids(drawn.source.ids))))
     return found
 
@@ -360,10 +357,7 @@ def judged_kl(translator: Translator, target: LanguageModel, judged: Sequence[Ju
     """Return the mean held-out KL in nats."""
     total = 0.0
     for item in judged:
-        ids, follow = target.ids(item.example.target.ids), target.ids(item.example.continuation)
-        plan = training_plan(item.example, tail=tail)
         source_kv = item.source_kv if translator.config.reads_source else None
-        kv = assemble(plan, target, translator, source_kv, item.example.alignment, ids)
-        logits = continuation_logits(target, kv, ids[plan.translated[1] :], follow)
+        logits = translated_logits(translator, target, item.example, source_kv, tail=tail)
         total += float(kl_nats(item.native, logits).mean())
     return total / len(judged)

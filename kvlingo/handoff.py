@@ -36,7 +36,6 @@ def assemble(
     *,
     prefix: KV | None = None,
     first_layers: KV | None = None,
-    in_full: bool = False,
 ) -> KV:
     """Make the target's KV of all tokens before the tail.
 
@@ -46,7 +45,6 @@ def assemble(
         ids: [tokens] the target's token ids of the whole conversation.
         prefix: exact KV of the first tokens where the caller has it (an earlier cache); the sinks are read otherwise.
         first_layers: exact KV of the first target layers for all tokens, where the caller has it.
-        in_full: whether sliding layers keep every token, so that the result can be cut anywhere.
     """
     start, stop = plan.translated
     if prefix is None and start:
@@ -65,9 +63,7 @@ def assemble(
         alignment[start:stop],
         embeddings,
         start=start,
-        skip=None
-        if in_full
-        else [max(0, min(layer.first_held(stop), stop) - start) for layer in target.geometry.layers],
+        skip=[max(0, min(layer.first_held(stop), stop) - start) for layer in target.geometry.layers],
         native=native.to(device, dtype) if native is not None else None,
     ).to(target.device, target.dtype)
     if prefix is None or not start:

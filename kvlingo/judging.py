@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvlingo.cache import KV
 from kvlingo.corpus import Example, examples
 from kvlingo.handoff import assemble, continuation_logits
 from kvlingo.metrics import kl_nats
 from kvlingo.models import LanguageModel, read
-from kvlingo.plan import plan_handoff
+from kvlingo.plan import HandoffPlan, plan_handoff
 from kvlingo.shapes import FitOptions
 from kvlingo.texts import Document
 from kvlingo.translator import Translator
@@ -55,9 +56,37 @@ def example_kl(
     source: LanguageModel, target: LanguageModel, translator: Translator, example: Example, *, tail: int = 1
 ) -> Tensor:
     """Return KL(native ‖ translated) at every continuation token of one example."""
-    ids, follow = target.ids(example.target.ids), target.ids(example.continuation)
-    plan = plan_handoff(example.alignment.tolist(), sink=max(1, example.at_source_start), tail=tail)
     source_kv = read(source, source.ids(example.source.ids)) if translator.config.reads_source else None
+    translated = translated_logits(translator, target, example, source_kv, tail=tail)
+    return kl_nats(native_logits(target, example), translated)
+
+
+def native_logits(target: LanguageModel, example: Example) -> Tensor:
+    """Return what the target predicts of one example's continuation from its own cache: [continuation, vocabulary]."""
+    return continuation_logits(target, None, target.ids(example.target.ids), target.ids(example.continuation))
+
+
+def translated_logits(
+    translator: Translator,
+    target: LanguageModel,
+    example: Example,
+    source_kv: KV | None,
+    *,
+    tail: int,
+    reader: LanguageModel | None = None,
+) -> Tensor:
+    """Return what the target predicts of one example's continuation from the translated cache: [continuation, vocabulary].
+
+    Keeps the graph into the maps. `reader` is the target with another output head, where one is wanted.
+    """
+    ids, follow = target.ids(example.target.ids), target.ids(example.continuation)
+    plan = example_plan(example, tail)
     kv = assemble(plan, target, translator, source_kv, example.alignment, ids)
-    translated = continuation_logits(target, kv, ids[plan.translated[1] :], follow)
-    return kl_nats(continuation_logits(target, None, ids, follow), translated)
+    return continuation_logits(reader or target, kv, ids[plan.translated[1] :], follow)
+
+
+def example_plan(example: Example, tail: int) -> HandoffPlan:
+    """Plan one example's hand-over; a tail that would leave nothing to translate, and so nothing to judge or learn, is cut."""
+    sink = max(1, example.at_source_start)
+    longest = max(1, min(tail, example.context_tokens - sink - 1))
+    return plan_handoff(example.alignment.tolist(), sink=sink, tail=longest)

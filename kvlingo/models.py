@@ -276,9 +276,9 @@ def load_model(
 
 
 def _loader_of(folder: Path) -> str | None:
-    """Return what `convert_gguf` noted of a folder that it made."""
-    with suppress(OSError, ValueError, AttributeError):
-        return str(json.loads((folder / LOADER_NOTE).read_text(encoding="utf-8")).get("loader"))
+    """Return what `convert_gguf` noted of a folder that it made; None for any other folder."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return str(json.loads((folder / LOADER_NOTE).read_text(encoding="utf-8"))["loader"])
     return None
 
 

@@ -240,21 +240,17 @@ def _angle_limit(angles: Angles, layer_type: str | None) -> int | None:
         return torch.stack(angles(torch.tensor([1, highest]), layer_type))[:, 0]
 
     def after_a_long_text(highest: int) -> Tensor:
-        angles(
-            torch.tensor([SWITCH_SEARCH]), layer_type
-        )  # dynamic NTK goes back to its first angles only well below its switch
+        # Dynamic NTK goes back to its first angles only well below its switch.
+        angles(torch.tensor([SWITCH_SEARCH]), layer_type)
         return of_one(highest)
 
     near, same, changed = of_one(1), 1, SWITCH_SEARCH
     try:
         if torch.equal(after_a_long_text(changed), near):
             return None
-    except IndexError:  # a table with one row a position: what it says of one does not depend on the others
-        return None
-    except (
-        KeyError,
-        AttributeError,
-    ):  # layers of this type have no angles, or `_probe_rope` will find that they need some
+    except (IndexError, KeyError, AttributeError):
+        # A table with one row a position: what it says of one does not depend on the others. Or no angles for layers of this
+        # type: `_probe_rope` will find out whether they need some.
         return None
     while changed - same > 1:
         middle = (same + changed) // 2

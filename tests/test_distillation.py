@@ -28,7 +28,7 @@ from kvlingo.errors import BadInput
 from kvlingo.fitting import Fit, fit
 from kvlingo.handoff import continuation_logits
 from kvlingo.models import LanguageModel, read, wrap
-from kvlingo.objective import Cut, example_loss, small_vocabulary
+from kvlingo.objective import example_loss, small_vocabulary
 from kvlingo.shapes import FitOptions
 from kvlingo.texts import Document
 from kvlingo.translator import Translator
@@ -51,7 +51,6 @@ OPTIONS = DistillOptions(
     steps=4,
     minutes=None,
     batch=2,
-    handovers=2,
     learning_rate=3e-3,
     context_tokens=(32, 40),
     continuation_tokens=12,
@@ -113,11 +112,6 @@ def one_example(
     )[0]
 
 
-def at_the_end(one: Example, tail: int = 1) -> tuple[Cut, ...]:
-    """Hand over once, at the end."""
-    return (Cut(one.context_tokens, tail),)
-
-
 def weights(translator: Translator) -> list[Tensor]:
     return [x.detach().clone() for x in translator.state_dict().values()]
 
@@ -177,10 +171,10 @@ def test_a_zero_start_of_the_residual_still_learns() -> None:
 def test_the_loss_hears_the_translated_cache() -> None:
     translator = start()
     with torch.no_grad():
-        before = example_loss(translator, *pair(), example(), at_the_end(example()), 0.0)
+        before = example_loss(translator, *pair(), example(), 1, 0.0)
         for layer_map in translator.maps.values():
             layer_map.bias.add_(0.5)  # type: ignore[union-attr, operator]
-        after = example_loss(translator, *pair(), example(), at_the_end(example()), 0.0)
+        after = example_loss(translator, *pair(), example(), 1, 0.0)
     assert abs(float(after - before)) > 1e-4
 
 
@@ -193,7 +187,7 @@ def test_gradients_are_those_of_the_loss() -> None:
     one = one_example(source, target, documents, context=24, continuation=4)
 
     def loss() -> Tensor:
-        return example_loss(translator, source, target, one, at_the_end(one), 0.1)
+        return example_loss(translator, source, target, one, 1, 0.1)
 
     moved = coordinates(translator, of.stats, OPTIONS.whitening_damping)
     loss().backward()
@@ -222,7 +216,7 @@ def test_training_with_products_in_bfloat16_is_training_to_rounding() -> None:
     found = []
     for translator, dtype in ((plain, None), (fast, torch.bfloat16)):
         moved = coordinates(translator.train(), fitted().stats, OPTIONS.whitening_damping, dtype=dtype)
-        example_loss(translator, source, target, example(), at_the_end(example()), 0.1).backward()
+        example_loss(translator, source, target, example(), 1, 0.1).backward()
         for coordinate in moved:
             coordinate.pull_gradient()
             coordinate.delta.data = coordinate.delta.grad.clone()  # type: ignore[union-attr]
@@ -244,6 +238,23 @@ def test_the_fast_mode_ends_with_the_run() -> None:
     translator = start()
     done = distill(translator, source, half, training(of), of.held_out_documents, of.stats, options(steps=2))
     assert not any(m.multiplies_in_bfloat16 for m in done.translator.maps.values())
+
+
+def test_the_fast_mode_ends_with_a_run_that_is_cut_short() -> None:
+    source, target = pair()
+    half = replace(target, model=copy.deepcopy(target.model).to(torch.bfloat16))
+    of, translator = fitted(), start()
+    modes: list[bool] = []
+
+    def stop(fact: dict[str, Any]) -> None:
+        modes.extend(m.multiplies_in_bfloat16 for m in translator.maps.values())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        distill(translator, source, half, training(of), of.held_out_documents, of.stats, options(steps=2), report=stop)
+    assert modes
+    assert all(modes)
+    assert not any(m.multiplies_in_bfloat16 for m in translator.maps.values())
 
 
 # --- and nothing gets worse ------------------------------------------------------------------------------------------
@@ -418,7 +429,7 @@ def test_gradient_checkpointing_of_the_target_changes_nothing() -> None:
     """The target stays in eval mode, where its cache survives."""
 
     def gradients(translator: Translator) -> list[Tensor]:
-        example_loss(translator, *pair(), example(), at_the_end(example()), 0.1).backward()
+        example_loss(translator, *pair(), example(), 1, 0.1).backward()
         return [p.grad.clone() for p in translator.parameters() if p.grad is not None]
 
     plain = gradients(start())
@@ -461,7 +472,7 @@ def test_a_small_vocabulary_is_some_columns_of_the_whole() -> None:
     assert small_vocabulary(target, [], None) is None
     assert small_vocabulary(target, [], 10**6) is None
     translator = start()
-    loss = example_loss(translator, *pair(), example(), at_the_end(example()), 0.1, view=view)
+    loss = example_loss(translator, *pair(), example(), 1, 0.1, view=view)
     loss.backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in translator.parameters())
 
@@ -476,9 +487,7 @@ def test_the_loss_is_kl_and_cross_entropy() -> None:
     source, target = pair()
     translator = start()
     with torch.no_grad():
-        bare, both = (
-            float(example_loss(translator, source, target, example(), at_the_end(example()), w)) for w in (0.0, 0.5)
-        )
+        bare, both = (float(example_loss(translator, source, target, example(), 1, w)) for w in (0.0, 0.5))
         ids, follow = target.ids(example().target.ids), target.ids(example().continuation)
         native = tiny.cold_logits(target, torch.cat((ids, follow)))[len(ids) - 1 : -1]
         own = float(-native.log_softmax(-1).gather(1, follow[:, None]).mean())

@@ -226,6 +226,9 @@ def test_a_converted_gguf_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
     assert (plain.loader, converted.loader) == (None, "gguf")
     assert fingerprint(plain.model) == fingerprint(converted.model) == plain.fingerprint
     assert converted.fingerprint != plain.fingerprint
+    for other in ("{}", "[]", "no json"):
+        (tmp_path / "converted" / LOADER_NOTE).write_text(other)
+        assert load_model(tmp_path / "converted").fingerprint == plain.fingerprint
 
 
 def test_fingerprints_tell_configs_apart() -> None:
