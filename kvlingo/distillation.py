@@ -118,6 +118,9 @@ def distill(
         raise BadInput("distilling needs an end: give --steps or --minutes")
     run = Run(translator, source, target, list(training), stats, options, work_dir, report)
     judged = judged_examples(held_out, source, target, options)
+    known = translator.config.fitted_tokens
+    if known is not None:  # plans warn beyond it
+        translator.config = replace(translator.config, fitted_tokens=max(known, *options.context_tokens))
     return drop_idle_residual(run.train(judged), target, judged)
 
 

@@ -70,7 +70,11 @@ def fit(
     # target's key norm, helped at all.
     picks = (0,) if options.shift == 0 else (0, 1)
     candidates = [build(c, solved, pick, target) for c in norm_choices(config, target, options) for pick in picks]
-    scored = [(held_out_kl(source, target, t, judged), t, c) for t, c in candidates]
+    scored = []
+    for number, (t, c) in enumerate(candidates, start=1):
+        scored.append((held_out_kl(source, target, t, judged), t, c))
+        if progress is not None:
+            progress("judging on held-out text", number, len(candidates))
     kl, translator, choices = min(scored, key=lambda s: math.inf if s[0] is None else s[0])
     return Fit(translator, stats, held_out, tuple(split.held_out), choices, options, kl)
 
@@ -95,6 +99,8 @@ def solve_layers(
     held_out: GramStats,
     options: FitOptions,
     progress: Progress | None = None,
+    *,
+    what: str = "solving layers",
 ) -> Solved:
     """Solve each layer's ridge twice: over the proportional source layers, and over the best window nearby."""
     solved: Solved = {}
@@ -116,7 +122,7 @@ def solve_layers(
         assert best is not None
         solved[layer] = (proportional_one, best)
         if progress is not None:
-            progress("solving layers", layer + 1, len(config.target))
+            progress(what, layer + 1, len(config.target))
     return solved
 
 
@@ -142,9 +148,12 @@ def build(
     return translator.to(target.device).eval(), tuple(choices)
 
 
-def control(config: TranslatorConfig, fitted: Fit, target: LanguageModel) -> Translator:
+def control(
+    config: TranslatorConfig, fitted: Fit, target: LanguageModel, *, progress: Progress | None = None
+) -> Translator:
     """Fit another shape of the same class from the same statistics: the controls, fitted alike."""
-    solved = solve_layers(config, fitted.stats, fitted.held_out, replace(fitted.options, shift=0))
+    options, what = replace(fitted.options, shift=0), "solving a control"
+    solved = solve_layers(config, fitted.stats, fitted.held_out, options, progress, what=what)
     config = replace(config, key_norms=fitted.translator.config.key_norms)
     return build(config, solved, 0, target)[0]
 

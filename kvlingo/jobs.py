@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvlingo.collecting import Collector, load_statistics
+from kvlingo.collecting import Collector, Progress, load_statistics
 from kvlingo.distillation import Distilled, DistillOptions, distill
 from kvlingo.errors import IncompatiblePair, KVLingoError, MissingExtra
 from kvlingo.evaluation import EvaluationOptions, attention_cosine
@@ -127,7 +127,7 @@ def fit_pair(
         remember_models(out, source_name, target_name)
         with progress_bar() as bar:
             fitted = fit(source, target, apart.training, options, work_dir=out / "work", progress=bar.count)
-        translator, controls = fitted_alike(fitted, config, target, no_text=no_text)
+            translator, controls = fitted_alike(fitted, config, target, no_text=no_text, progress=bar.count)
         found = judge_fit(fitted, translator, controls, source, target)
         seen = TextsSeen(
             training=frozenset(digest(d) for d in apart.training) - frozenset(map(digest, fitted.held_out_documents)),
@@ -174,11 +174,11 @@ def forget_on_refusal(out: Path) -> Iterator[None]:
 
 
 def fitted_alike(
-    fitted: Fit, config: TranslatorConfig, target: LanguageModel, *, no_text: bool
+    fitted: Fit, config: TranslatorConfig, target: LanguageModel, *, no_text: bool, progress: Progress
 ) -> tuple[Translator, dict[str, Translator]]:
     """Return the translator to save and its controls, all from the same statistics."""
-    token_only = control(source_free(config), fitted, target)
-    textless = control(text_free(config), fitted, target)
+    token_only = control(source_free(config), fitted, target, progress=progress)
+    textless = control(text_free(config), fitted, target, progress=progress)
     if no_text:
         return textless, {"token_only": token_only}
     return fitted.translator, {"token_only": token_only, "no_text": textless}
@@ -297,7 +297,7 @@ def statistics(
     options: FitOptions,
     documents: Sequence[Document],
     work: Path,
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
     tell: Say,
 ) -> GramStats:
     """Return the statistics that fitting left, or collect some anew: distilling needs them for its coordinates."""

@@ -44,7 +44,7 @@ from kvlingo.probing import (
     whole_geometry,
 )
 from kvlingo.rope import Rotary
-from kvlingo.selfcheck import self_check
+from kvlingo.selfcheck import SELF_CHECK_VERSION, self_check
 
 LOADER_NOTE = "kvlingo.json"  # in a folder of converted weights: what they were converted from
 
@@ -324,6 +324,7 @@ def _check_once(lm: LanguageModel) -> None:
     """Run the self-check unless these weights have passed it before, under these versions, in this dtype and on this device."""
     facts = {
         "kvlingo": __version__,
+        "checks": SELF_CHECK_VERSION,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "attention": str(getattr(lm.model.config, "_attn_implementation", None)),

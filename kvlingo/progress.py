@@ -1,4 +1,4 @@
-"""Progress on stderr: one bar for what is being done now.
+"""Progress on stderr: one bar for what is being done now; where stderr is no terminal, a line every tenth.
 
 Knows rich. Does not know models, texts or translators: it is told names, counts and figures.
 """
@@ -18,6 +18,7 @@ class Bar:
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._tasks = progress, dict[str, TaskID]()
+        self._told: dict[str, int] = {}  # tenths that a log has seen
 
     def count(self, what: str, done: int, total: int) -> None:
         """Show `done` of `total`; a new `what` gets its own line."""
@@ -32,14 +33,23 @@ class Bar:
         self._show("distilling", step["progress"], figures)
 
     def _show(self, what: str, share: float, figures: str) -> None:
+        if not self._progress.console.is_terminal:
+            self._tell(what, share, figures)
+            return
         if what not in self._tasks:
             self._tasks[what] = self._progress.add_task(what, total=1.0, figures=figures)
         self._progress.update(self._tasks[what], completed=share, figures=figures)
 
+    def _tell(self, what: str, share: float, figures: str) -> None:
+        tenth = int(share * 10)
+        if self._told.get(what) != tenth:
+            self._told[what] = tenth
+            self._progress.console.print(f"{what}: {figures}", markup=False, highlight=False, soft_wrap=True)
+
 
 @contextmanager
 def progress_bar() -> Iterator[Bar]:
-    """Show a bar on stderr while the block runs; where stderr is no terminal, nothing moves.
+    """Show a bar on stderr while the block runs; where stderr is no terminal, a line for every tenth.
 
     The columns fit a terminal of 80 characters.
     """

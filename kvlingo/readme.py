@@ -53,7 +53,27 @@ def quality(report: Mapping[str, Any] | None) -> str:
         text.append(f"Plan: {', '.join(f'{key} {value}' for key, value in report['plan'].items())}.")
     if report.get("arms"):
         text.append(arms_table(report["arms"]))
-    return "\n\n".join(text) or f"```json\n{json.dumps(report, indent=1)}\n```"
+    if "verdict" not in report:
+        text.append(judged_in_training(report))
+    return "\n\n".join(text)
+
+
+def judged_in_training(report: Mapping[str, Any]) -> str:
+    """Return what fitting or distilling saw on a few held-out hand-overs: no evaluation, and said so."""
+    if report.get("kl_nats") is None:
+        return "The held-out text was too short to judge it: run `kvlingo eval` before you rely on it."
+    lines = [f"KL to native: {report['kl_nats']:.4f} nats on {report.get('hand_overs', '?')} held-out hand-overs."]
+    if report.get("kl_nats_before_distilling") is not None:
+        lines.append(f"Before distilling: {report['kl_nats_before_distilling']:.4f} nats.")
+    controls = {name: kl for name, kl in (report.get("controls_kl_nats") or {}).items() if kl is not None}
+    if controls:
+        lines.append(f"Controls, fitted alike: {', '.join(f'{name} {kl:.4f}' for name, kl in controls.items())} nats.")
+    cosine = report.get("attention_output_cosine")
+    if cosine:
+        worst = f"worst layer {cosine['worst_layer_index']}: {cosine['worst_layer']:.3f}"
+        lines.append(f"Attention-output cosine: {cosine['mean']:.3f} ({worst}).")
+    lines.append("These hand-overs also chose its weights: run `kvlingo eval` for figures on text that nothing was chosen by.")
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def arms_table(arms: Mapping[str, Mapping[str, Any]]) -> str:

@@ -205,6 +205,27 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral": Family("Mistral", "mistral", {**rope(), "sliding_window": W}, note="sliding window"),
     "ministral": Family("Ministral", "ministral", {**rope(), **MIXED}, note="sliding window"),
+    "ministral3": Family(
+        "Ministral 3",
+        "ministral3",
+        {"rope_parameters": {**tiny.YARN, "original_max_position_embeddings": 1024, "llama_4_scaling_beta": 0.1}},
+        note="queries scaled by their position: a cache has none of it",
+    ),
+    "starcoder2": Family(
+        "StarCoder2", "starcoder2", {**rope(), "sliding_window": W}, note="sliding window", without=("head_dim",)
+    ),
+    "exaone4": Family(
+        "EXAONE 4", "exaone4", {**rope(), **MIXED}, note="sliding window, full layers without positions"
+    ),
+    "glm4-moe": Family(
+        "GLM-4.5",
+        "glm4_moe",
+        {**rope(partial_rotary_factor=0.5), **EXPERTS, "n_routed_experts": 4},
+        note="partial rotation",
+    ),
+    "seed-oss": Family("Seed-OSS", "seed_oss", rope()),
+    "hunyuan": Family("Hunyuan (dense)", "hunyuan_v1_dense", rope(), "refused", "do not follow its rotary module"),
+    "ernie4.5": Family("ERNIE 4.5", "ernie4_5", rope(), note="interleaved rotation"),
     "mixtral": Family("Mixtral", "mixtral", {**rope(), "num_local_experts": 4}),
     "phi": Family(
         "Phi-1, Phi-2", "phi", rope(partial_rotary_factor=0.5), note="partial rotation", without=("head_dim",)

@@ -193,9 +193,7 @@ def test_identity_over_two_hand_offs_with_what_was_said_between() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "family", ["llama-yarn", "gemma3", "olmo2", "gemma4", "deepseek-v3", "phi3-longrope", "gpt-oss"]
-)
+@FAMILY
 def test_identity_at_the_noise_floor_of_smaller_dtypes(family: str, dtype: torch.dtype) -> None:
     """No further from cold than the model's own chunked prefill is, give or take."""
     lm = families.language_model(family, dtype)
@@ -206,6 +204,24 @@ def test_identity_at_the_noise_floor_of_smaller_dtypes(family: str, dtype: torch
     floor = tiny.kl(cold.double(), chunked.double()).max()
     allowed = max(3 * float(floor), {torch.float32: 1e-9, torch.bfloat16: 2e-2}[dtype])
     assert float(tiny.kl(cold.double(), got.double()).max()) <= allowed
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@FAMILY
+def test_identity_whatever_computes_attention(family: str, implementation: str) -> None:
+    """The same cache serves every attention implementation that the family has."""
+    lm = families.language_model(family)
+    before = lm.model.config._attn_implementation
+    try:
+        lm.model.set_attn_implementation(implementation)
+    except ValueError:
+        pytest.skip(f"{family} has no {implementation} attention in transformers")
+    try:
+        for prefix in PREFIXES:
+            ids = tiny.ids_of(lm, prefix + 5, seed=prefix)
+            assert error(lm, read(lm, ids[:prefix]), ids) < families.allowed(family), prefix
+    finally:
+        lm.model.set_attn_implementation(before)
 
 
 # --- and the checks can fail -----------------------------------------------------------------------------------------

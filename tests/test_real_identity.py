@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from kvlingo.assets import fetch_demo_models
 from kvlingo.cache import write_cache
-from kvlingo.errors import KVLingoError
+from kvlingo.errors import KVLingoError, UnsupportedModel
 from kvlingo.fitting import fit
 from kvlingo.handoff import hand_off
 from kvlingo.models import LanguageModel, convert_gguf, default_cache_dir, load_model, prefill, read, wrap
@@ -69,6 +71,25 @@ def test_identity_on_a_real_model(lm: LanguageModel, tokens: int) -> None:
     if len({(x.kv_heads, x.key_dim) for x in lm.geometry.layers}) == 1:
         cache = write_cache(swapped, lm.rotary, lm.geometry, lm.model.config)
         assert gap(prefill(lm, ids[-4:], cache=cache).logits[-1], cold) > 100 * allowed
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_positions_off_by_one_are_found_in_bfloat16(lm: LanguageModel, tokens: int) -> None:
+    """The least that is worth finding, in the dtype that rounds most: `tokens` at once are misplaced after a cache."""
+    model = copy.deepcopy(lm.model).bfloat16()
+    wrap(model, lm.tokenizer)
+    whole = model.model.forward
+
+    @functools.wraps(whole)
+    def misplaced(*args: Any, position_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        held = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if position_ids is not None and held and position_ids.shape[1] == tokens:
+            position_ids = position_ids + 1
+        return whole(*args, position_ids=position_ids, past_key_values=past_key_values, **kwargs)
+
+    model.model.forward = misplaced
+    with pytest.raises(UnsupportedModel, match=rf"reads {tokens} new tokens? after its own cache otherwise than without"):
+        wrap(model, lm.tokenizer)
 
 
 def test_twin_of_a_real_model(lm: LanguageModel) -> None:
