@@ -217,9 +217,10 @@ def test_identity_whatever_computes_attention(family: str, implementation: str) 
     except ValueError:
         pytest.skip(f"{family} has no {implementation} attention in transformers")
     try:
+        within = max(families.FAMILIES[family].within, families.allowed_now(lm))
         for prefix in PREFIXES:
             ids = tiny.ids_of(lm, prefix + 5, seed=prefix)
-            assert error(lm, read(lm, ids[:prefix]), ids) < families.allowed(family), prefix
+            assert error(lm, read(lm, ids[:prefix]), ids) < within < BROKEN, prefix
     finally:
         lm.model.set_attn_implementation(before)
 
