@@ -1,0 +1,175 @@
+"""Time to first token of a conversation that changes its model, through the HTTP API, against a re-prefill of the same.
+
+    python -m bench.gateway --translator DIR [--tokens 2000] [--repeats 5] [--out results/gateway.json]
+
+Serves SmolLM2-135M-Instruct and Gemma-3-270M on a loopback port. Each repeat is a conversation of its own, so nothing is held
+from an earlier one: the small model answers the first turn, the next turn is asked of the large one twice, with `mode: translate`
+and with `mode: reprefill`, each under its own X-Conversation; which comes first alternates. Times are the client's: from sending
+the request to the first piece of text. The first turn (the source's own prefill) is timed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.corpora import held_out_and_training
+from kvlingo.assets import fetch_demo_models
+from kvlingo.environment import environment_card
+from kvlingo.models import LanguageModel, default_cache_dir, load_model
+from kvlingo.serve.engine import LocalEngine
+from kvlingo.serve.gateway import listen, make_server
+from kvlingo.serve.settings import Settings
+from kvlingo.serve.switching import Link
+from kvlingo.store import load_translator
+
+SMALL, LARGE = "smollm2-135m-instruct", "gemma-3-270m"
+TOLD = ("native_tokens", "translated_tokens", "recomputed_tokens")
+QUESTION = "Go on in the same manner."
+SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answered turn: its client's time, and what the server says of it."""
+
+    mode: str
+    first_token_ms: float
+    native_tokens: int
+    translated_tokens: int
+    recomputed_tokens: int
+    fallback: str | None
+
+
+def main() -> None:
+    """Measure and print one record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--translator", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, default=default_cache_dir())
+    parser.add_argument("--smollm2", type=Path, help="a folder or .gguf; fetched if not given")
+    parser.add_argument("--gemma", type=Path, help="a folder or .gguf; fetched if not given")
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    models = load_both(arguments)
+    texts = long_texts(models[LARGE], arguments)
+    with served(models, arguments.translator) as url:
+        warm_up(url)
+        turns = [turn for number, text in enumerate(texts) for turn in one_conversation(url, text, number)]
+    record = summary(turns) | {"turns": [asdict(turn) for turn in turns], "dtype": arguments.dtype}
+    line = json.dumps(record | {"environment": environment_card()})
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+def load_both(arguments: argparse.Namespace) -> dict[str, LanguageModel]:
+    """Load both models under their full names."""
+    paths = {SMALL: arguments.smollm2, LARGE: arguments.gemma}
+    if not all(paths.values()):
+        paths = dict(fetch_demo_models(arguments.cache / "demo"))
+    return {name: load_model(paths[name], dtype=arguments.dtype) for name in (SMALL, LARGE)}
+
+
+def long_texts(lm: LanguageModel, arguments: argparse.Namespace) -> list[str]:
+    """Return the first `tokens` tokens of the longest held-out documents, one for each repeat."""
+    documents = held_out_and_training(arguments.cache / "corpora").held_out
+    longest = sorted(documents, key=lambda d: len(d.text), reverse=True)[: arguments.repeats]
+    cut = [lm.tokenizer(d.text[: 8 * arguments.tokens], add_special_tokens=False)["input_ids"] for d in longest]
+    return [lm.tokenizer.decode(ids[: arguments.tokens]) for ids in cut]
+
+
+@contextmanager
+def served(models: dict[str, LanguageModel], folder: Path) -> Iterator[str]:
+    """Serve both models with a translator between them, whether or not it was evaluated; give the address."""
+    translator, _ = load_translator(folder, source=models[SMALL], target=models[LARGE])
+    engine = LocalEngine(models, [Link(SMALL, LARGE, translator.eval())])
+    settings = Settings(port=0, drain_s=1.0)
+    with listen(settings) as listener:
+        server = make_server(engine, settings)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+
+def warm_up(url: str) -> None:
+    """Let both models speak once."""
+    for model in (SMALL, LARGE):
+        ask(url, model, [{"role": "user", "content": "Hello."}], "warm", {})
+
+
+def one_conversation(url: str, text: str, number: int) -> Iterator[Turn]:
+    """Let the small model answer, then ask the large one in both ways."""
+    opening = [{"role": "user", "content": text}]
+    modes = ("translate", "reprefill") if number % 2 == 0 else ("reprefill", "translate")
+    for mode in modes:
+        name = f"{number}-{mode}"
+        said, first = ask(url, SMALL, opening, name, {})
+        if mode == "translate":
+            yield first
+        messages = [*opening, {"role": "assistant", "content": said}, {"role": "user", "content": QUESTION}]
+        yield ask(url, LARGE, messages, name, {"mode": mode})[1]
+
+
+def ask(
+    url: str, model: str, messages: list[dict[str, str]], conversation: str, dial: dict[str, Any]
+) -> tuple[str, Turn]:
+    """Stream one answer; return its text and when it began."""
+    body = {"model": model, "messages": messages, "max_tokens": 16, "temperature": 0, "stream": True, "kvlingo": dial}
+    said, first, told = "", None, {}
+    started = time.perf_counter()
+    headers = {"X-Conversation": conversation}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=SECONDS) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise SystemExit(chunk["error"]["message"])
+            told = chunk.get("kvlingo") or told
+            piece = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+            if piece and first is None:
+                first = time.perf_counter()
+            said += piece
+    assert first is not None, f"{model} said nothing"
+    mode = dial.get("mode", "first turn")
+    return said, Turn(mode, 1e3 * (first - started), *(told[name] for name in TOLD), told.get("fallback"))
+
+
+def summary(turns: list[Turn]) -> dict[str, Any]:
+    """Return medians by mode, and the ratio of each conversation's pair."""
+    by_mode: dict[str, list[Turn]] = {}
+    for turn in turns:
+        by_mode.setdefault(turn.mode, []).append(turn)
+    refused = next((turn.fallback for turn in by_mode["translate"] if turn.fallback), None)
+    if refused:
+        raise SystemExit(f"a hand-over fell back: {refused}")
+    times = {mode: [turn.first_token_ms for turn in found] for mode, found in by_mode.items()}
+    ratios = [b / a for a, b in zip(times["translate"], times["reprefill"], strict=True)]
+    return {
+        "first_token_ms": {mode: statistics.median(found) for mode, found in times.items()},
+        "ratio": statistics.median(ratios),
+        "ratio_lowest": min(ratios),
+        "ratio_highest": max(ratios),
+    }
+
+
+if __name__ == "__main__":
+    main()
