@@ -457,6 +457,20 @@ def holds_all(cache: Any, geometry: Geometry) -> bool:
         return False
 
 
+def can_cut(cache: Any, tokens: int, geometry: Geometry) -> bool:
+    """Tell whether a cache can go back to its first `tokens` tokens: no window has slid past what they need."""
+    if tokens == int(cache.get_seq_length()):
+        return True
+    if any(hasattr(layer, "recurrent_states") for layer in cache.layers):
+        return False
+    try:
+        held = held_states(cache, geometry)
+    except UnsupportedCache:
+        return False
+    lost = (layer.tokens - layer.keys.shape[2] for layer in held)
+    return all(n <= shape.first_held(tokens) for n, shape in zip(lost, geometry.layers, strict=True))
+
+
 def tensors_of(cache: Any) -> Iterator[Tensor]:
     """Yield every tensor that a cache keeps."""
     for layer in cache.layers:

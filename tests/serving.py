@@ -11,10 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvlingo.generation import generate
-from kvlingo.handoff import ModelState, read_conversation
+from kvlingo.handoff import read_conversation
 from kvlingo.models import LanguageModel, prefill
-from kvlingo.plan import reprefill_plan
 from kvlingo.serve.engine import Limits, LocalEngine
 from kvlingo.serve.protocol import Begun, Dial, Done, Message, Piece, Request, Sampling
 from kvlingo.serve.switching import Link, Rule
@@ -126,12 +124,15 @@ def request_for(
 
 
 @torch.no_grad()
-def cold_ids(lm: LanguageModel, messages: Sequence[Message] | str, count: int = 6) -> list[int]:
-    """Return what the model says after reading everything anew, by `kvlingo.generation`'s own loop."""
+def cold_ids(
+    lm: LanguageModel, messages: Sequence[Message] | str, count: int = 6, *, letters_only: bool = True
+) -> list[int]:
+    """Return what the model says after reading everything anew: nothing of the engine is used."""
     prompt = messages if isinstance(messages, str) else [dict(m) for m in messages]
     reading = read_conversation(prompt, lm, add_generation_prompt=True)
     letters = torch.zeros(lm.geometry.vocab_size, dtype=lm.dtype)
-    letters[list(printable_only(lm))] = NO_MODEL_PICKS
+    if letters_only:
+        letters[list(printable_only(lm))] = NO_MODEL_PICKS
     letters[len(lm.tokenizer) :] = NO_MODEL_PICKS
     done = prefill(lm, lm.ids(reading.ids))
     found: list[int] = []
@@ -140,16 +141,6 @@ def cold_ids(lm: LanguageModel, messages: Sequence[Message] | str, count: int = 
         found.append(int((logits + letters).argmax()))
         logits = prefill(lm, lm.ids([found[-1]]), cache=done.cache).logits[-1]
     return found
-
-
-def plain_ids(lm: LanguageModel, prompt: str, count: int) -> list[int]:
-    """Return `kvlingo.generation`'s greedy ids of a text, no bias."""
-    reading = read_conversation(prompt, lm, add_generation_prompt=True)
-    done = prefill(lm, lm.ids(reading.ids))
-    state = ModelState(reading, done.cache, reprefill_plan(len(reading), "cold").spans)
-    generation = generate(lm, state, done.logits[-1], max_new_tokens=count)
-    generation.text()
-    return generation.ids
 
 
 def user(content: str) -> Message:

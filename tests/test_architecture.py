@@ -27,7 +27,7 @@ ORDER = re.findall(
 SERVE_ORDER = re.findall(
     r"\w+",
     """
-    protocol sessions sampling decoding switching engine
+    protocol sessions sampling decoding switching engine loading
     """,
 )
 

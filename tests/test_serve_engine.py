@@ -45,7 +45,6 @@ from tests.serving import (
     closing,
     cold_ids,
     greedy,
-    plain_ids,
     request_for,
     twin_engine,
     user,
@@ -91,7 +90,10 @@ def edited(rng: random.Random, messages: list[Message], said: str) -> list[Messa
 
 
 def play(engine: LocalEngine, edits: int, seed: int, lm: Any = LM) -> tuple[int, dict[str, int]]:
-    """Edit a conversation at random; return how many answers differ from a cold model's, and the tokens by kind."""
+    """Edit a conversation at random; return how often the engine was wrong, and the tokens by kind.
+
+    Wrong: an answer that differs from a cold model's, or a state that could not be kept.
+    """
     rng = random.Random(seed)
     messages, wrong = talk(1, seed), 0
     tokens = {"native": 0, "translated": 0, "recomputed": 0, "fallbacks": 0}
@@ -108,7 +110,7 @@ def play(engine: LocalEngine, edits: int, seed: int, lm: Any = LM) -> tuple[int,
             tokens[kind] += getattr(begun, f"{kind}_tokens")
         tokens["fallbacks"] += begun.fallback is not None and dial.mode == "auto"
         messages = edited(rng, messages, found.text)
-    return wrong, tokens
+    return wrong + int(engine.stats()["not_kept"]), tokens
 
 
 @pytest.mark.parametrize(("family", "edits"), [("llama", 240), ("gemma3", 60)])
@@ -207,7 +209,7 @@ def test_a_switch_translates_and_going_back_uses_what_is_there() -> None:
 
 
 def test_by_default_a_short_conversation_is_read_again() -> None:
-    there, _ = there_and_back(Rule())
+    there, _ = there_and_back(Rule(), turns=1)
     assert (there.translated_tokens, there.source, there.fallback) == (0, None, None)
     assert there.recomputed_tokens == there.prompt_tokens
 
@@ -311,9 +313,9 @@ def batched(family: str, count: int = 12) -> tuple[list[list[int]], list[list[in
         requests = [Request("m", p, s, tenant=p[:3]) for p, s in zip(PROMPTS, sampling, strict=True)]
         found = [a.ids for a in ask(engine, *requests)]
         stats = engine.stats()
-    alone = [plain_ids(lm, prompt, n) for prompt, n in zip(PROMPTS, lengths, strict=True)]
-    ends = lm.tokenizer.eos_token_id
-    return found, [[i for i in ids if i != ends] for ids in alone], stats["rows"] / stats["steps"]
+    alone = [cold_ids(lm, prompt, n, letters_only=False) for prompt, n in zip(PROMPTS, lengths, strict=True)]
+    end = lm.tokenizer.eos_token_id
+    return found, [ids[: ids.index(end)] if end in ids else ids for ids in alone], stats["rows"] / stats["steps"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "qwen3"])

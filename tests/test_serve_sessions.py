@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from kvlingo.cache import append_row, fork, full_cache, holds_all, native_cache, stack_rows, tensors_of, truncate
+from kvlingo.cache import append_row, can_cut, fork, holds_all, native_cache, stack_rows, tensors_of, truncate
+from kvlingo.errors import UnsupportedCache
 from kvlingo.handoff import ModelState
 from kvlingo.models import LanguageModel, prefill
 from kvlingo.plan import Provenance, Span, SpanKind, reprefill_plan
@@ -209,4 +210,9 @@ def test_only_what_holds_everything_is_whole() -> None:
     assert holds_all(truncate(full, 12, lm.geometry, lm.model.config), lm.geometry)
     assert not holds_all(prefill(lm, ids).cache, lm.geometry)
     assert not holds_all(native_cache(lm.model.config), lm.geometry)
-    assert full_cache(lm.model.config) is not full
+    slid = prefill(lm, ids).cache
+    assert [can_cut(slid, n, lm.geometry) for n in (20, 19, 3)] == [True, False, False]
+    assert [can_cut(full, n, lm.geometry) for n in (20, 19, 3)] == [True, True, True]
+    for cache, tokens in ((slid, 19), (slid, 3)):
+        with pytest.raises(UnsupportedCache):
+            truncate(cache, tokens, lm.geometry, lm.model.config)

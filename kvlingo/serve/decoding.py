@@ -6,6 +6,7 @@ or leaves, always between two tokens. Does not know how a job's first state come
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -22,6 +23,9 @@ from kvlingo.handoff import ModelState
 from kvlingo.models import LanguageModel, prefill
 from kvlingo.serve.protocol import Begun, Busy, Done, Event, Sampling, Unavailable
 from kvlingo.serve.sampling import Speech
+
+LOG = logging.getLogger(__name__)
+ENDS = ("finished", "cancelled", "failed")
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,8 @@ class Lane:
     """
 
     def __init__(self, lm: LanguageModel, *, max_rows: int, max_queue: int) -> None:
-        self.lm, self.counts = lm, Counter[str]()
+        self.lm = lm
+        self.counts = Counter[str](dict.fromkeys(("tokens", "steps", "rows", *ENDS, "not_kept"), 0))
         self._max_rows, self._max_queue = max_rows, max_queue
         self._changed, self._queue, self._closing = threading.Condition(), FairQueue(), False
         self._rows: list[_Row] = []
@@ -264,7 +269,7 @@ class Lane:
             job.keep(grown(self.lm, row.state, speech.ids))
         except Exception as error:  # the answer stands; only the next turn pays
             self.counts["not_kept"] += 1
-            self.counts[f"not_kept_{type(error).__name__}"] += 1
+            LOG.warning("%s: a cache could not be kept: %s", self.lm.name, type(error).__name__)
         seconds = time.perf_counter() - job.submitted
         self._mean_s += 0.1 * (seconds - self._mean_s)
         if speech.finish_reason is None:

@@ -27,6 +27,8 @@ from kvlingo.serve.switching import Link, Prompt, Rule, Side, Switch, prompt_of
 from kvlingo.translator import check_geometry
 
 POLL_S = 0.01
+KINDS = ("native", "translated", "recomputed")
+COUNTED = ("requests", "fallbacks", "switches_translated", *(f"{kind}_tokens" for kind in KINDS))
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class LocalEngine:
         self._sides = {name: Side(name, lm) for name, lm in models.items()}
         self._sessions = Sessions(limits.cache_bytes)
         self._switch = Switch(self._sides, links, self._sessions, limits.rule)
-        self._counts, self._counting = Counter[str](), threading.Lock()
+        self._counts, self._counting = Counter[str](dict.fromkeys(COUNTED, 0)), threading.Lock()
         self._draining = False
         self._lanes = {
             name: Lane(lm, max_rows=limits.max_rows, max_queue=limits.max_queue) for name, lm in models.items()
@@ -123,7 +125,7 @@ class LocalEngine:
             self._counts["requests"] += 1
             self._counts["fallbacks"] += started.begun.fallback is not None
             self._counts["switches_translated"] += started.begun.translated_tokens > 0
-            for kind in ("native", "translated", "recomputed"):
+            for kind in KINDS:
                 self._counts[f"{kind}_tokens"] += getattr(started.begun, f"{kind}_tokens")
         return started
 

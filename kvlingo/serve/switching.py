@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from kvlingo.cache import fork, truncate
+from kvlingo.cache import can_cut, fork, truncate
 from kvlingo.cost import TargetCost, handoff_flops, pass_flops
 from kvlingo.errors import KVLingoError, UnsupportedCache
 from kvlingo.handoff import Conversation, ModelState, hand_off, read_conversation
@@ -132,7 +132,7 @@ class Switch:
         """Return a state that holds the whole prompt, and the logits of the next token."""
         target, dial = self._sides[prompt.request.model], prompt.request.dial
         own = self._own(prompt, target)
-        native = own[0].tokens if own else 0
+        native = own.tokens if own else 0
         offers, reason = ([], None) if dial.mode == "reprefill" else self._offers(prompt, target, native)
         offer = max(offers, key=lambda o: o.spared, default=None)
         if offer is None and dial.mode == "translate" and reason is None and native < len(prompt.reading) - 1:
@@ -144,16 +144,17 @@ class Switch:
         except Exception as error:  # the chat user gets an answer whatever a translator does
             return self._read_on(prompt, target, own, _told(error))
 
-    def _own(self, prompt: Prompt, target: Side) -> list[Match]:
-        """Return what the target can go on from, the best first; one token is always left to read.
+    def _own(self, prompt: Prompt, target: Side) -> Match | None:
+        """Return the most that the target can go on from; one token is always left to read.
 
-        A re-prefill that was asked for goes on from exact tokens only.
+        What a window has slid past can't be gone back to. A re-prefill that was asked for goes on from exact tokens only.
         """
         ids, most = prompt.reading.ids, len(prompt.reading) - 1
         exact_only = prompt.request.dial.mode == "reprefill"
         found = self._sessions.find(prompt.place(target.name), ids)
         usable = (replace(m, tokens=min(m.exact if exact_only else m.tokens, most)) for m in found)
-        return sorted((m for m in usable if m.tokens), key=lambda m: m.tokens, reverse=True)
+        whole = (m for m in usable if m.tokens and can_cut(m.snapshot.state.cache, m.tokens, target.lm.geometry))
+        return max(whole, key=lambda m: m.tokens, default=None)
 
     def _offers(self, prompt: Prompt, target: Side, native: int) -> tuple[list[Offer], str | None]:
         """Return what other models offer, and why one that could have offered something did not."""
@@ -196,7 +197,7 @@ class Switch:
         handing = handoff_flops(target.cost, map_weights(offer.link.translator), tokens, sink=dial.sink, tail=tail)
         return handing < pass_flops(target.cost, tokens - native, after=native)
 
-    def _translate(self, prompt: Prompt, target: Side, offer: Offer, own: list[Match], dial: Dial) -> Started:
+    def _translate(self, prompt: Prompt, target: Side, offer: Offer, own: Match | None, dial: Dial) -> Started:
         handed = hand_off(
             prompt.conversation,
             offer.source.lm,
@@ -205,7 +206,7 @@ class Switch:
             sink=dial.sink,
             tail=dial.tail,
             source_state=offer.state,
-            target_state=own[0].snapshot.state if own else None,
+            target_state=own.snapshot.state if own else None,
             reading=prompt.reading,
         )
         if handed.plan.fallback and own:
@@ -213,23 +214,15 @@ class Switch:
         assert handed.logits is not None
         return Started(handed.state, handed.logits, begun(handed.plan, target.name, offer.link.source))
 
-    def _read_on(self, prompt: Prompt, target: Side, own: list[Match], reason: str | None) -> Started:
+    def _read_on(self, prompt: Prompt, target: Side, own: Match | None, reason: str | None) -> Started:
         """Let the target read what it does not hold."""
-        lm, reading = target.lm, prompt.reading
-        for match in [*own, None]:
-            native = match.tokens if match else 0
-            try:
-                cache = _cut(match, lm) if match else None
-            except UnsupportedCache:  # a window has slid on, or a recurrent state can't go back: try a shorter one
-                continue
-            done = prefill(lm, lm.ids(reading.ids[native:]), cache=cache, full_length=True)
-            earlier = match.snapshot.state.spans if match else ()
-            plan = reprefill_plan(len(reading), READ, native=native, earlier=earlier)
-            if match:
-                self._sessions.used(match.snapshot)
-            told = replace(plan, fallback=reason)
-            return Started(ModelState(reading, done.cache, plan.spans), done.logits[-1], begun(told, target.name, None))
-        raise AssertionError("a prompt can always be read from its start")
+        lm, reading, native = target.lm, prompt.reading, own.tokens if own else 0
+        done = prefill(lm, lm.ids(reading.ids[native:]), cache=_cut(own, lm) if own else None, full_length=True)
+        plan = reprefill_plan(len(reading), READ, native=native, earlier=own.snapshot.state.spans if own else ())
+        if own:
+            self._sessions.used(own.snapshot)
+        told = begun(replace(plan, fallback=reason), target.name, None)
+        return Started(ModelState(reading, done.cache, plan.spans), done.logits[-1], told)
 
 
 def _cut(match: Match, lm: LanguageModel) -> object:
