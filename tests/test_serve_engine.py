@@ -555,6 +555,92 @@ def test_an_error_while_decoding_reaches_its_requests_and_the_engine_goes_on(mon
         assert ask(engine, request_for(lm, "a", talk(1)))[0].ids == cold_ids(lm, talk(1))
 
 
+def test_one_requests_own_error_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = decoding.Speech.next
+
+    def fails(self: decoding.Speech, logits: torch.Tensor) -> Piece:
+        if self._sampling.max_new_tokens == 9 and len(self.ids) == 3:
+            raise ValueError("nothing to choose from")
+        return real(self, logits)
+
+    monkeypatch.setattr(decoding.Speech, "next", fails)
+    with twin_engine() as (engine, lm):
+
+        async def both() -> list[Any]:
+            requests = [request_for(lm, "a", [user(f"{n}")], count=n) for n in (9, 12, 14)]
+            return await asyncio.gather(*(answer(engine, r) for r in requests), return_exceptions=True)
+
+        failed, *others = within(both())
+        assert isinstance(failed, ValueError)
+        assert [o.ids for o in others] == [cold_ids(lm, [user(f"{n}")], n) for n in (12, 14)]
+        assert engine.stats()["failed"] == 1
+
+
+def test_rows_whose_caches_are_torn_are_all_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that can't be taken apart leaves rows without their tokens: none of them may go on."""
+    real, torn = decoding.append_row, []
+
+    def tears_once(*args: Any) -> None:
+        if not torn:
+            torn.append(True)
+            raise RuntimeError("torn")
+        real(*args)
+
+    monkeypatch.setattr(decoding, "append_row", tears_once)
+    with twin_engine() as (engine, lm):
+
+        async def several() -> list[Any]:
+            requests = [request_for(lm, "a", [user(f"{n}")], count=n) for n in (9, 12, 14)]
+            return await asyncio.gather(*(answer(engine, r) for r in requests), return_exceptions=True)
+
+        found = within(several())
+        assert any(isinstance(f, RuntimeError) for f in found)
+        for n, f in zip((9, 12, 14), found, strict=True):
+            assert isinstance(f, RuntimeError) or f.ids == cold_ids(lm, [user(f"{n}")], n)
+        assert ask(engine, request_for(lm, "a", talk(1)))[0].ids == cold_ids(lm, talk(1))
+
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+)
+
+
+def test_a_template_that_renders_old_turns_differently_gives_a_shorter_prefix() -> None:
+    """Case 3: the generation prompt and the thoughts are gone from the next turn's rendering."""
+    lm = tiny.language_model(tiny.FAMILIES["llama"], tokenizer=tiny.byte_tokenizer(chat_template=THINKING_TEMPLATE))
+    links = [Link("a", "b", identity_translator(lm.geometry, torch.float64))]
+    with closing(LocalEngine({"a": lm, "b": lm}, links, Limits(rule=ALWAYS))) as engine:
+        messages = talk(1)
+        (first,) = ask(engine, request_for(lm, "a", messages))
+        messages = [*messages, assistant(f"<think>{first.text}</think>yes"), user("and?")]
+        for model in "ba":
+            (found,) = ask(engine, request_for(lm, model, messages))
+            assert found.ids == cold_ids(lm, messages)
+            assert 0 < max(found.begun.native_tokens, found.begun.translated_tokens) < first.begun.prompt_tokens
+
+
+def test_ids_that_are_read_again_as_others_are_cut_off_before_they_differ() -> None:
+    """Case 4: a model says what no tokenizer would write (half characters, unmerged pieces); sent back, it is other ids."""
+    lm = tiny.language_model(tiny.FAMILIES["llama"], tokenizer=tiny.merging_tokenizer(bos=True))
+    links = [Link("a", "b", identity_translator(lm.geometry, torch.float64))]
+    shorter = 0
+    with closing(LocalEngine({"a": lm, "b": lm}, links, Limits(rule=ALWAYS))) as engine:
+        for seed in range(12):
+            messages = talk(1, seed=seed)
+            wild = Sampling(10, temperature=1.5, seed=seed)
+            (said,) = ask(engine, request_for(lm, "a", messages, sampling=wild))
+            messages = [*messages, assistant(said.text), user("again")]
+            for model in "ab":
+                (found,) = ask(engine, request_for(lm, model, messages))
+                assert found.ids == cold_ids(lm, messages)
+                if model == "a":
+                    shorter += found.begun.native_tokens < said.begun.prompt_tokens + said.done.completion_tokens - 1
+    assert shorter > 6
+
+
 def test_events_come_in_order_and_text_as_it_is_said() -> None:
     with twin_engine() as (engine, lm):
 

@@ -94,6 +94,7 @@ class _Row:
     state: ModelState
     speech: Speech
     ttft_ms: float
+    error: Exception | None = None
 
 
 class Lane:
@@ -173,12 +174,19 @@ class Lane:
                 job = self._next_job()
                 if job is None and not self._rows:
                     return
-                if job is not None:
-                    self._begin(job)
-                for row in [r for r in self._rows if r.job.cancelled.is_set()]:
-                    self._leave(row)
-                if self._rows:
-                    self._step()
+                try:
+                    self._advance(job)
+                except Exception as error:
+                    self._fail(error)
+
+    def _advance(self, job: Job | None) -> None:
+        """Let a job join, those that were cancelled leave, and all others say one more token."""
+        if job is not None:
+            self._begin(job)
+        for row in [r for r in self._rows if r.job.cancelled.is_set()]:
+            self._leave(row)
+        if self._rows:
+            self._step()
 
     def _next_job(self) -> Job | None:
         """Return a job where there is one and a free row. Waits only when no row decodes; None then means: closed."""
@@ -191,6 +199,8 @@ class Lane:
             return self._queue.pop()
 
     def _begin(self, job: Job) -> None:
+        """Bring a job to its first token; it then joins the rows. What goes wrong is its own until it has joined."""
+        row = None
         try:
             if job.cancelled.is_set():
                 self.counts["cancelled"] += 1
@@ -200,18 +210,19 @@ class Lane:
             row = _Row(job, started.state, Speech(self.lm, job.sampling), 0.0)
             self._speak(row, started.logits)
             row.ttft_ms = 1e3 * (time.perf_counter() - job.submitted)
-            self._settle()
-            with self._changed:
-                self._rows.append(row)
-            if row.speech.finish_reason:
-                self._leave(row)
         except Exception as error:
+            row = None
             self.counts["failed"] += 1
             job.tell(error)
         finally:
             with self._changed:
                 self._beginning = 0
+                self._rows += [row] if row else []
                 self._changed.notify_all()
+        if row:
+            self._settle()
+            if row.speech.finish_reason:
+                self._leave(row)
 
     def _speak(self, row: _Row, logits: Tensor) -> None:
         piece = row.speech.next(logits)
@@ -221,16 +232,15 @@ class Lane:
 
     def _step(self) -> None:
         """Let every row read the token it chose last and choose the next."""
-        try:
-            logits = self._read([row.speech.ids[-1] for row in self._rows])
-            for row, following in zip(list(self._rows), logits, strict=True):
-                self._speak(row, following)
-        except Exception as error:
-            self._fail(error)
-            return
+        logits = self._read([row.speech.ids[-1] for row in self._rows])
         self.counts["steps"] += 1
         self.counts["rows"] += len(self._rows)
-        for row in [r for r in self._rows if r.speech.finish_reason]:
+        for row, following in zip(list(self._rows), logits, strict=True):
+            try:
+                self._speak(row, following)
+            except Exception as error:  # logits that nothing can be chosen from: the other rows are well
+                row.error = error
+        for row in [r for r in self._rows if r.speech.finish_reason or r.error]:
             self._leave(row)
 
     def _read(self, tokens: list[int]) -> list[Tensor]:
@@ -252,11 +262,11 @@ class Lane:
         return Batch(stacked, tuple(self._joined_at - length for length in lengths))
 
     def _settle(self) -> None:
-        """Give each row what it has read in the batch, and forget the batch."""
+        """Give each row of the batch what it has read there, and forget the batch. Rows that have joined since come last."""
         batch, self._batch = self._batch, None
         if batch is None or batch.slots == self._joined_at:
             return
-        for index, row in enumerate(self._rows):
+        for index, row in enumerate(self._rows[: len(batch.padding)]):
             append_row(row.state.cache, batch.cache, index, batch.slots - self._joined_at, self.lm.geometry)
 
     def _leave(self, row: _Row) -> None:
@@ -265,6 +275,10 @@ class Lane:
         with self._changed:
             self._rows.remove(row)
         job, speech = row.job, row.speech
+        if row.error is not None:
+            self.counts["failed"] += 1
+            job.tell(row.error)
+            return
         try:
             job.keep(grown(self.lm, row.state, speech.ids))
         except Exception as error:  # the answer stands; only the next turn pays
