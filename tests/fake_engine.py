@@ -77,7 +77,7 @@ class FakeEngine:
             raise UnknownModel(f"no model {request.model!r}")
         await asyncio.sleep(self.prefill_s)
         tokens = len(str(request.prompt))
-        facts = {"native_tokens": tokens - 5, "translated_tokens": 0, "recomputed_tokens": 5, "hops": 0}
+        facts = {"native_tokens": tokens - 1, "translated_tokens": 0, "recomputed_tokens": 1, "hops": 0}
         yield Begun(
             **{"model": request.model, "prompt_tokens": tokens, "source": None, "fallback": None, **facts, **self.begun}  # type: ignore[arg-type]
         )

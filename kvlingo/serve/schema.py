@@ -309,7 +309,7 @@ def refusal(error: ValidationError) -> Refused:
 
 def is_field(part: str) -> bool:
     """Tell a field's name from the name of a branch's type, which pydantic puts into the place of an error."""
-    return re.fullmatch(r"[a-z_][a-z0-9_]*", part) is not None and part not in TYPE_NAMES
+    return re.fullmatch(r"[a-z0-9_]+", part) is not None and part not in TYPE_NAMES
 
 
 @dataclass(frozen=True)
