@@ -23,11 +23,23 @@ ORDER = re.findall(
     """,
 )
 
+# The same for the modules of `kvlingo/serve/`, which import from the package as they need and from which only the CLI imports.
+SERVE_ORDER = re.findall(
+    r"\w+",
+    """
+    protocol settings keys sampling sessions switching decoding engine schema replies answering metrics doors speaking gateway
+    building
+    """,
+)
+
+# Web frameworks end here: everything else sees an `Engine`, a body or plain ASGI.
+MAY_IMPORT_FASTAPI = {"gateway"}
+
 # Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen
 # through these two.
 MAY_IMPORT_TRANSFORMERS = {"cache", "models"}
 
-HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "matplotlib")
+HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "matplotlib", "fastapi")
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:root|home|work|opt|tmp|mnt|Users)/\w")
 REGISTRY_HOST = re.compile(r"(?:pypi|pythonhosted|npmjs|deb\.debian)\.(?:org|com)")
@@ -101,6 +113,30 @@ def test_a_module_imports_only_from_those_above_it(source: Path) -> None:
     assert not below, f"{name} imports from below: {sorted(below)}"
 
 
+SERVE_SOURCES = [source for source in SOURCES if name_of(source) == "serve" and source.stem != "__init__"]
+
+
+def serve_modules_imported(source: Path) -> set[str]:
+    names = (name.split(".") for name in imported(ast.walk(tree_of(source))))
+    return {name[2] for name in names if name[:2] == ["kvlingo", "serve"] and len(name) > 2}
+
+
+@pytest.mark.parametrize("source", SERVE_SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_a_module_of_the_server_imports_only_from_those_above_it(source: Path) -> None:
+    assert source.stem in SERVE_ORDER, "give the new module its place in SERVE_ORDER"
+    place = SERVE_ORDER.index(source.stem)
+    below = {other for other in serve_modules_imported(source) if SERVE_ORDER.index(other) >= place}
+    assert not below, f"{source.stem} imports from below: {sorted(below)}"
+    frameworks = {name.split(".")[0] for name in imported(ast.walk(tree_of(source)))} & {"fastapi", "uvicorn"}
+    assert not frameworks or source.stem in MAY_IMPORT_FASTAPI
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_only_the_command_line_imports_the_server(source: Path) -> None:
+    if name_of(source) not in ("serve", "cli"):
+        assert not any(name.startswith("kvlingo.serve") for name in imported(ast.walk(tree_of(source))))
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
 def test_transformers_sits_in_two_modules(source: Path) -> None:
     if name_of(source) in MAY_IMPORT_TRANSFORMERS:
@@ -122,7 +158,9 @@ def test_import_is_light() -> None:
     assert loaded_by("import kvlingo; kvlingo.__version__") == set()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"], ["demo", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["fit", "--help"], ["demo", "--help"], ["serve", "--help"]], ids=" ".join
+)
 def test_help_is_light(arguments: list[str]) -> None:
     code = f"sys.argv = {['kvlingo', *arguments]}\nfrom kvlingo.cli import main\nmain()"
     assert loaded_by(code) == set()

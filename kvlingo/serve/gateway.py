@@ -330,9 +330,3 @@ def log_to_stderr() -> None:
     for logger in (LOG, logging.getLogger("uvicorn")):
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO)
-
-
-def serve(engine: Engine, settings: Settings) -> None:
-    """Serve until told to stop."""
-    log_to_stderr()
-    make_server(engine, settings).run(sockets=[listen(settings)])

@@ -28,6 +28,8 @@ class Settings:
         keys: file of API keys' hashes (`keys.py`); None: no key is asked for.
         anyone: listen on the network without keys.
         rate_per_minute: requests a key may send; None: no limit.
+        max_rows, max_queue: choices that decode together, and choices that wait, for each model.
+        cache_bytes: of what all conversations were read as.
         max_tokens: of an answer whose request names none.
         cors_origins: pages of other hosts that may call from a browser; those of this computer always may.
         drain_s: how long running answers may go on after SIGTERM.
@@ -44,6 +46,9 @@ class Settings:
     rate_per_minute: int | None = None
     max_body_bytes: int = 4_000_000
     max_tokens: int = 1024
+    max_rows: int = 8
+    max_queue: int = 64
+    cache_bytes: int = 2 << 30
     cors_origins: tuple[str, ...] = ()
     drain_s: float = 30.0
     keepalive_s: float = 10.0
@@ -52,8 +57,8 @@ class Settings:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        least = {"port": 0, "rate_per_minute": 1, "max_body_bytes": 1, "max_tokens": 1}
-        for name, bound in least.items():
+        positive = ("rate_per_minute", "max_body_bytes", "max_tokens", "max_rows", "max_queue", "cache_bytes")
+        for name, bound in {"port": 0, **dict.fromkeys(positive, 1)}.items():
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise BadInput(f"{name} is {value}; give {bound} or more")
@@ -190,6 +195,9 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "rate_per_minute": whole,
     "max_body_bytes": whole,
     "max_tokens": whole,
+    "max_rows": whole,
+    "max_queue": whole,
+    "cache_bytes": whole,
     "cors_origins": several,
     "drain_s": seconds,
     "keepalive_s": seconds,
