@@ -23,6 +23,14 @@ ORDER = re.findall(
     """,
 )
 
+# The same for the gateway, `kvlingo/serve/`, which may import all of the package but the command line.
+SERVE_ORDER = re.findall(
+    r"\w+",
+    """
+    protocol sessions sampling decoding switching engine
+    """,
+)
+
 # Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen
 # through these two.
 MAY_IMPORT_TRANSFORMERS = {"cache", "models"}
@@ -46,6 +54,7 @@ NOT_OURS = {
 }
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+SERVE_SOURCES = sorted((PACKAGE / "serve").glob("*.py"))
 
 
 def name_of(source: Path) -> str:
@@ -99,6 +108,29 @@ def test_a_module_imports_only_from_those_above_it(source: Path) -> None:
         return
     below = {other for other in layers_imported(source) if ORDER.index(other) >= ORDER.index(name)}
     assert not below, f"{name} imports from below: {sorted(below)}"
+
+
+def test_every_module_of_the_gateway_has_its_place_in_its_order() -> None:
+    modules = {source.stem for source in SERVE_SOURCES} - {"__init__"}
+    assert modules <= set(SERVE_ORDER), "give the new module its place in SERVE_ORDER"
+
+
+@pytest.mark.parametrize("source", SERVE_SOURCES, ids=lambda p: p.stem)
+def test_a_module_of_the_gateway_imports_only_from_those_above_it(source: Path) -> None:
+    names = [name.split(".") for name in imported(ast.walk(tree_of(source)))]
+    assert ["kvlingo", "cli"] not in [name[:2] for name in names]
+    beside = {name[2] for name in names if name[:2] == ["kvlingo", "serve"] and len(name) > 2} & set(SERVE_ORDER)
+    below = {other for other in beside if SERVE_ORDER.index(other) >= SERVE_ORDER.index(source.stem)}
+    assert not below, f"{source.stem} imports from below: {sorted(below)}"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_only_the_serve_command_imports_the_gateway(source: Path) -> None:
+    if name_of(source) == "serve":
+        return
+    tree = tree_of(source)
+    inside = tree.body if source.name == "cli.py" else ast.walk(tree)  # the command imports it inside its function
+    assert not {name for name in imported(iter(inside)) if name.startswith("kvlingo.serve")}
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
