@@ -1,0 +1,275 @@
+"""How a model comes to hold a prompt: from what it read before, from another model's cache, or by reading it.
+
+Knows models, translators and snapshots. Whatever goes wrong on the way from another model's cache becomes a re-prefill whose
+reason is told. Does not know queues, sampling or HTTP. Nothing is kept here, so a switch is seen whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from kvlingo.cache import fork, truncate
+from kvlingo.cost import TargetCost, handoff_flops, pass_flops
+from kvlingo.errors import KVLingoError, UnsupportedCache
+from kvlingo.handoff import Conversation, ModelState, hand_off, read_conversation
+from kvlingo.models import LanguageModel, decoder_layers, prefill
+from kvlingo.plan import HandoffPlan, SpanKind, reprefill_plan
+from kvlingo.probing import decoder_of
+from kvlingo.reading import Reading, first_tokens
+from kvlingo.serve.decoding import Started
+from kvlingo.serve.protocol import Begun, Dial, Message, Request
+from kvlingo.serve.sessions import Match, Place, Sessions
+from kvlingo.translator import Translator
+
+REPREFILL_UP_TO = 512
+TRANSLATE_FROM = 2048
+READ = "the model read it"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way from one model's cache to another's. `refusal`: why it is not to be used (a failed report), or None."""
+
+    source: str
+    target: str
+    translator: Translator
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When `auto` translates: never to spare up to `reprefill_up_to` tokens, always from `translate_from`; else by cost."""
+
+    reprefill_up_to: int = REPREFILL_UP_TO
+    translate_from: int = TRANSLATE_FROM
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """A model under the name it is served by."""
+
+    name: str
+    lm: LanguageModel
+
+    @cached_property
+    def cost(self) -> TargetCost:
+        """What one token costs this model."""
+        _, layers = decoder_layers(decoder_of(self.lm.model))
+        heads = int(self.lm.model.config.get_text_config(decoder=True).num_attention_heads)
+        return TargetCost(
+            sum(p.numel() for p in layers.parameters()),
+            [heads * layer.key_dim for layer in self.lm.geometry.layers],
+            [layer.window for layer in self.lm.geometry.layers],
+        )
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request as its target reads it."""
+
+    request: Request
+    reading: Reading
+
+    @property
+    def conversation(self) -> Conversation:
+        """The text, or the messages, as `handoff` takes them."""
+        prompt = self.request.prompt
+        return prompt if isinstance(prompt, str) else _messages(prompt)
+
+    def place(self, model: str) -> Place:
+        """Return where this request's snapshots of a model are."""
+        return Place(self.request.tenant, self.request.conversation, model)
+
+
+def _messages(prompt: Sequence[Message]) -> list[dict[str, object]]:
+    return [dict(message) for message in prompt]
+
+
+def prompt_of(request: Request, lm: LanguageModel) -> Prompt:
+    """Render and tokenise a request for the model that answers. Raises `BadInput` for what its template refuses."""
+    return Prompt(request, _render(request, lm, add_generation_prompt=True))
+
+
+def _render(request: Request, lm: LanguageModel, *, add_generation_prompt: bool) -> Reading:
+    prompt = request.prompt if isinstance(request.prompt, str) else _messages(request.prompt)
+    tools = [dict(tool) for tool in request.tools]
+    return read_conversation(prompt, lm, add_generation_prompt=add_generation_prompt, tools=tools)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What another model holds of the conversation.
+
+    Fields:
+        state: its cache, with the reading of the ids in it that are those of this conversation.
+        spared: about how many of the target's missing tokens need not be read.
+        unread: about how many of the target's tokens the source has not read.
+    """
+
+    link: Link
+    source: Side
+    state: ModelState
+    spared: int
+    unread: int
+
+
+class Switch:
+    """Brings a target to hold a prompt.
+
+    Args:
+        sides: all models by the names they are served by.
+    """
+
+    def __init__(self, sides: Mapping[str, Side], links: Sequence[Link], sessions: Sessions, rule: Rule) -> None:
+        self._sides, self._links, self._sessions, self._rule = sides, tuple(links), sessions, rule
+
+    @torch.no_grad()
+    def start(self, prompt: Prompt) -> Started:
+        """Return a state that holds the whole prompt, and the logits of the next token."""
+        target, dial = self._sides[prompt.request.model], prompt.request.dial
+        own = self._own(prompt, target)
+        native = own[0].tokens if own else 0
+        offers, reason = ([], None) if dial.mode == "reprefill" else self._offers(prompt, target, native)
+        offer = max(offers, key=lambda o: o.spared, default=None)
+        if offer is None and dial.mode == "translate" and reason is None and native < len(prompt.reading) - 1:
+            reason = f"no model with a translator to {target.name} has read more of this conversation"
+        if offer is None or not self._pays(offer, target, len(prompt.reading), native, dial):
+            return self._read_on(prompt, target, own, reason)
+        try:
+            return self._translate(prompt, target, offer, own, dial)
+        except Exception as error:  # the chat user gets an answer whatever a translator does
+            return self._read_on(prompt, target, own, _told(error))
+
+    def _own(self, prompt: Prompt, target: Side) -> list[Match]:
+        """Return what the target can go on from, the best first; one token is always left to read.
+
+        A re-prefill that was asked for goes on from exact tokens only.
+        """
+        ids, most = prompt.reading.ids, len(prompt.reading) - 1
+        exact_only = prompt.request.dial.mode == "reprefill"
+        found = self._sessions.find(prompt.place(target.name), ids)
+        usable = (replace(m, tokens=min(m.exact if exact_only else m.tokens, most)) for m in found)
+        return sorted((m for m in usable if m.tokens), key=lambda m: m.tokens, reverse=True)
+
+    def _offers(self, prompt: Prompt, target: Side, native: int) -> tuple[list[Offer], str | None]:
+        """Return what other models offer, and why one that could have offered something did not."""
+        offers, reason = list[Offer](), None
+        for link in self._links:
+            if link.target != target.name:
+                continue
+            offer = self._offer(prompt, link, len(prompt.reading), native)
+            if offer is None:
+                continue
+            refusal = link.refusal or _moving(offer.source.lm)
+            if refusal is None:
+                offers.append(offer)
+            elif offer.spared > self._rule.reprefill_up_to or prompt.request.dial.mode == "translate":
+                reason = f"the translator from {link.source}: {refusal}"
+        return offers, reason
+
+    def _offer(self, prompt: Prompt, link: Link, tokens: int, native: int) -> Offer | None:
+        source = self._sides[link.source]
+        try:
+            reading = _render(prompt.request, source.lm, add_generation_prompt=False)
+        except KVLingoError:  # its template can't render what the target's can: it has not read this
+            return None
+        found = self._sessions.find(prompt.place(source.name), reading.ids)
+        best = max(found, key=lambda m: m.tokens - min(m.tokens, m.snapshot.state.translated_until), default=None)
+        if best is None:
+            return None
+        state = replace(best.snapshot.state, reading=first_tokens(reading, best.tokens))
+        covered = tokens * best.tokens // len(reading)
+        untrusted = tokens * min(state.translated_until, best.tokens) // len(reading)
+        spared = covered - max(native, untrusted)
+        return Offer(link, source, state, spared, tokens - covered) if spared > 0 else None
+
+    def _pays(self, offer: Offer, target: Side, tokens: int, native: int, dial: Dial) -> bool:
+        if dial.mode == "translate" or offer.spared >= self._rule.translate_from:
+            return True
+        if offer.spared <= self._rule.reprefill_up_to:
+            return False
+        tail = max(dial.tail, offer.unread)
+        handing = handoff_flops(target.cost, map_weights(offer.link.translator), tokens, sink=dial.sink, tail=tail)
+        return handing < pass_flops(target.cost, tokens - native, after=native)
+
+    def _translate(self, prompt: Prompt, target: Side, offer: Offer, own: list[Match], dial: Dial) -> Started:
+        handed = hand_off(
+            prompt.conversation,
+            offer.source.lm,
+            target.lm,
+            offer.link.translator,
+            sink=dial.sink,
+            tail=dial.tail,
+            source_state=offer.state,
+            target_state=own[0].snapshot.state if own else None,
+            reading=prompt.reading,
+        )
+        if handed.plan.fallback and own:
+            raise UnsupportedCache(handed.plan.fallback)  # go on from what the target holds instead
+        assert handed.logits is not None
+        return Started(handed.state, handed.logits, begun(handed.plan, target.name, offer.link.source))
+
+    def _read_on(self, prompt: Prompt, target: Side, own: list[Match], reason: str | None) -> Started:
+        """Let the target read what it does not hold."""
+        lm, reading = target.lm, prompt.reading
+        for match in [*own, None]:
+            native = match.tokens if match else 0
+            try:
+                cache = _cut(match, lm) if match else None
+            except UnsupportedCache:  # a window has slid on, or a recurrent state can't go back: try a shorter one
+                continue
+            done = prefill(lm, lm.ids(reading.ids[native:]), cache=cache, full_length=True)
+            earlier = match.snapshot.state.spans if match else ()
+            plan = reprefill_plan(len(reading), READ, native=native, earlier=earlier)
+            if match:
+                self._sessions.used(match.snapshot)
+            told = replace(plan, fallback=reason)
+            return Started(ModelState(reading, done.cache, plan.spans), done.logits[-1], begun(told, target.name, None))
+        raise AssertionError("a prompt can always be read from its start")
+
+
+def _cut(match: Match, lm: LanguageModel) -> object:
+    """Return a cache of a snapshot's first tokens that may grow."""
+    if match.tokens == len(match.snapshot.ids):
+        return fork(match.snapshot.state.cache)
+    return truncate(match.snapshot.state.cache, match.tokens, lm.geometry, lm.model.config)
+
+
+def _moving(lm: LanguageModel) -> str | None:
+    """Say why a cache can't be read while its model runs: its rotary module changes with what it reads."""
+    if lm.geometry.angle_limit is None:
+        return None
+    return f"{lm.name} changes its rotary angles as it reads, and may be reading now"
+
+
+def _told(error: Exception) -> str:
+    reason = " ".join(str(error).split())[:300]
+    return reason if isinstance(error, KVLingoError) else f"{type(error).__name__}: {reason}"
+
+
+def begun(plan: HandoffPlan, model: str, source: str | None) -> Begun:
+    """Say how a plan was carried out."""
+    native, translated = plan.count(SpanKind.NATIVE), plan.count(SpanKind.TRANSLATED)
+    return Begun(
+        model=model,
+        prompt_tokens=plan.tokens,
+        native_tokens=native,
+        translated_tokens=translated,
+        recomputed_tokens=plan.tokens - native - translated,
+        hops=plan.hops,
+        source=source if translated else None,
+        fallback=plan.fallback,
+    )
+
+
+def map_weights(translator: Translator) -> list[int]:
+    """Return the number of weights of each target layer's map; 0 where a layer has none."""
+    maps = translator.maps
+    return [
+        sum(p.numel() for p in maps[str(layer)].parameters()) if str(layer) in maps else 0
+        for layer in range(len(translator.config.target))
+    ]
