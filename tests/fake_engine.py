@@ -11,9 +11,10 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from kvlingo.serve.gateway import Server, make_server
-from kvlingo.serve.protocol import Begun, Done, Event, ModelInfo, Piece, Request, TokenInfo, UnknownModel
+from kvlingo.serve.protocol import Begun, Done, Engine, Event, ModelInfo, Piece, Request, TokenInfo, UnknownModel
 from kvlingo.serve.settings import Settings
 
 WORDS = (
@@ -123,11 +124,14 @@ def token_infos(text: str, top: int | None) -> tuple[TokenInfo, ...]:
     return (TokenInfo(7, text, tuple(text.encode()), -0.5, likeliest),)
 
 
+E = TypeVar("E", bound=Engine)
+
+
 @dataclass
-class Serving:
+class Serving(Generic[E]):
     """A server that runs."""
 
-    engine: FakeEngine
+    engine: E
     server: Server
     thread: threading.Thread
     port: int
@@ -138,7 +142,7 @@ class Serving:
 
 
 @contextmanager
-def serving(engine: FakeEngine, settings: Settings) -> Iterator[Serving]:
+def serving(engine: E, settings: Settings) -> Iterator[Serving[E]]:
     """Serve on a free port of loopback until the end of the block."""
     server = make_server(engine, settings)
     listener = socket.create_server(("127.0.0.1", 0))

@@ -19,7 +19,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving[FakeEngine]]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"alice: {digest_of(KEY)}\nbob: {digest_of('sk-of-bob')}\n")
     with serving(FakeEngine(), Settings(keys=keys, max_tokens=40, keepalive_s=0.2)) as running:
@@ -27,14 +27,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 @pytest.fixture
-def engine(served: Serving) -> FakeEngine:
+def engine(served: Serving[FakeEngine]) -> FakeEngine:
     """Return the served engine, all its knobs as new."""
     served.engine.__init__()  # type: ignore[misc]
     return served.engine
 
 
 @pytest.fixture(scope="module")
-def client(served: Serving) -> Iterator[openai.OpenAI]:
+def client(served: Serving[FakeEngine]) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0, timeout=20) as made:
         yield made
 
@@ -487,7 +487,7 @@ def test_an_unknown_model(client: openai.OpenAI, engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("key", ["sk-wrong", "sk-of-alic", digest_of(KEY)])
-def test_a_wrong_key(served: Serving, engine: FakeEngine, key: str) -> None:
+def test_a_wrong_key(served: Serving[FakeEngine], engine: FakeEngine, key: str) -> None:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0) as wrong:
         with pytest.raises(openai.AuthenticationError) as caught:
             ask(wrong)

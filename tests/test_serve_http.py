@@ -29,14 +29,14 @@ KEY = "sk-of-alice"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Serving]:
+def served() -> Iterator[Serving[FakeEngine]]:
     settings = Settings(max_body_bytes=20_000, keepalive_s=0.1, stall_s=0.5, cors_origins=("https://chat.example",))
     with serving(FakeEngine(), settings) as running:
         yield running
 
 
 @pytest.fixture
-def engine(served: Serving) -> FakeEngine:
+def engine(served: Serving[FakeEngine]) -> FakeEngine:
     """Return the served engine, all its knobs as new."""
     until(lambda: served.engine.running == 0)
     served.engine.__init__()  # type: ignore[misc]
@@ -44,7 +44,7 @@ def engine(served: Serving) -> FakeEngine:
 
 
 @pytest.fixture(scope="module")
-def http(served: Serving) -> Iterator[httpx.Client]:
+def http(served: Serving[FakeEngine]) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url, timeout=20) as client:
         yield client
 
@@ -217,7 +217,7 @@ def raw_request(port: int, body: dict[str, Any]) -> socket.socket:
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("choices", [1, 3])
 def test_a_client_that_goes_away_stops_its_choices(
-    served: Serving, http: httpx.Client, engine: FakeEngine, stream: bool, choices: int
+    served: Serving[FakeEngine], http: httpx.Client, engine: FakeEngine, stream: bool, choices: int
 ) -> None:
     engine.token_s = 0.02
     connection = raw_request(served.port, {**BODY, "stream": stream, "max_tokens": 500, "n": choices})
@@ -231,7 +231,7 @@ def test_a_client_that_goes_away_stops_its_choices(
     assert http.post(CHAT, json=BODY).status_code == 200
 
 
-def test_a_client_that_goes_away_before_the_first_token(served: Serving, engine: FakeEngine) -> None:
+def test_a_client_that_goes_away_before_the_first_token(served: Serving[FakeEngine], engine: FakeEngine) -> None:
     engine.prefill_s = 60
     connection = raw_request(served.port, {**BODY, "stream": True})
     until(lambda: engine.running == 1)
@@ -240,7 +240,7 @@ def test_a_client_that_goes_away_before_the_first_token(served: Serving, engine:
     assert engine.cancelled == 1
 
 
-def test_a_client_that_does_not_read_counts_as_gone(served: Serving, engine: FakeEngine) -> None:
+def test_a_client_that_does_not_read_counts_as_gone(served: Serving[FakeEngine], engine: FakeEngine) -> None:
     fat = {"max_tokens": 1_000_000, "logprobs": True, "top_logprobs": 20}
     with raw_request(served.port, {**BODY, "stream": True, **fat}):
         until(lambda: engine.running == 1)
@@ -460,7 +460,7 @@ def test_figures_count_switches_fallbacks_and_times(http: httpx.Client, engine: 
     assert after["kvlingo_engine_queue_length", ()] == 0
 
 
-def test_reasons_stay_few(served: Serving) -> None:
+def test_reasons_stay_few(served: Serving[FakeEngine]) -> None:
     from kvlingo.serve.metrics import Figures
 
     counted = Figures(dict)
