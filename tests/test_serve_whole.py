@@ -14,6 +14,7 @@ import openai
 import pytest
 import torch
 
+from kvlingo import cli
 from kvlingo.errors import BadInput, IncompatiblePair
 from kvlingo.manifest import Manifest, ModelCard
 from kvlingo.models import LanguageModel
@@ -204,3 +205,36 @@ def listening(lines: Iterator[str]) -> str:
         if line.startswith("{") and json.loads(line)["event"] == "listening":
             return str(json.loads(line)["url"])
     raise AssertionError("the server ended")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--model NAME=MODEL"),
+        (["--model", "a"], "give NAME=MODEL"),
+        (["--host", "0.0.0.0", "--model", "a=b"], "--keys FILE"),
+        (["--config", "nowhere.toml"], "can't read the settings"),
+    ],
+    ids=["no model", "no name", "network", "no file"],
+)
+def test_what_kvlingo_serve_refuses_is_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", *arguments])
+    assert caught.value.code == cli.BAD_INPUT
+    printed = capsys.readouterr().err
+    assert words in printed
+    assert printed.count("\n") == 1
+
+
+def test_without_the_extra_the_command_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvlingo.serve.building")
+    monkeypatch.delattr("kvlingo.serve.building")
+    monkeypatch.delitem(sys.modules, "kvlingo.serve.gateway")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--model", "a=b"])
+    assert "pip install 'kvlingo[serve]'" in capsys.readouterr().err
