@@ -27,15 +27,19 @@ ORDER = re.findall(
 SERVE_ORDER = re.findall(
     r"\w+",
     """
-    protocol sessions sampling decoding switching engine loading
+    protocol settings keys sessions sampling decoding switching engine loading schema replies answering metrics doors speaking
+    gateway
     """,
 )
+
+# The web framework ends here: everything else sees an `Engine`, a body or plain ASGI.
+MAY_IMPORT_FASTAPI = {"gateway"}
 
 # Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen
 # through these two.
 MAY_IMPORT_TRANSFORMERS = {"cache", "models"}
 
-HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "matplotlib")
+HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "matplotlib", "fastapi")
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:root|home|work|opt|tmp|mnt|Users)/\w")
 REGISTRY_HOST = re.compile(r"(?:pypi|pythonhosted|npmjs|deb\.debian)\.(?:org|com)")
@@ -124,6 +128,12 @@ def test_a_module_of_the_gateway_imports_only_from_those_above_it(source: Path) 
     assert not below, f"{source.stem} imports from below: {sorted(below)}"
 
 
+@pytest.mark.parametrize("source", SERVE_SOURCES, ids=lambda p: p.stem)
+def test_the_web_framework_sits_in_one_module(source: Path) -> None:
+    names = {name.split(".")[0] for name in imported(ast.walk(tree_of(source)))}
+    assert not names & {"fastapi", "uvicorn"} or source.stem in MAY_IMPORT_FASTAPI
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
 def test_only_the_serve_command_imports_the_gateway(source: Path) -> None:
     if name_of(source) == "serve":
@@ -154,7 +164,9 @@ def test_import_is_light() -> None:
     assert loaded_by("import kvlingo; kvlingo.__version__") == set()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"], ["demo", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["fit", "--help"], ["demo", "--help"], ["serve", "--help"]], ids=" ".join
+)
 def test_help_is_light(arguments: list[str]) -> None:
     code = f"sys.argv = {['kvlingo', *arguments]}\nfrom kvlingo.cli import main\nmain()"
     assert loaded_by(code) == set()

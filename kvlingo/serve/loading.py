@@ -6,7 +6,7 @@ that say why.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
 
@@ -15,18 +15,49 @@ from kvlingo.jobs import Where
 from kvlingo.manifest import Manifest
 from kvlingo.models import LanguageModel, load_model, quiet_loading
 from kvlingo.serve.engine import Limits, LocalEngine
+from kvlingo.serve.settings import Settings
 from kvlingo.serve.switching import Link
 from kvlingo.store import load_translator, read_manifest
 
+Tell = Callable[[str], None]
+
+
+def build_engine(settings: Settings, tell: Tell) -> LocalEngine:
+    """Load the engine that the settings describe."""
+    limits = Limits(max_rows=settings.max_rows, max_queue=settings.max_queue, cache_bytes=settings.cache_bytes)
+    where = Where(settings.device, settings.dtype)
+    return load_engine(settings.models, settings.translators, where=where, limits=limits, tell=tell)
+
 
 def load_engine(
-    models: Mapping[str, str], translators: Sequence[Path], *, where: Where | None = None, limits: Limits | None = None
+    models: Mapping[str, str],
+    translators: Sequence[Path],
+    *,
+    where: Where | None = None,
+    limits: Limits | None = None,
+    tell: Tell = lambda _: None,
 ) -> LocalEngine:
     """Load models (served name → hub id, folder or .gguf file) and translators' folders into an engine."""
     where = where or Where()
     quiet_loading()
-    loaded = {name: load_model(place, device=where.device, dtype=where.dtype) for name, place in models.items()}
-    return LocalEngine(loaded, [link for folder in translators for link in links_of(loaded, folder)], limits)
+    loaded: dict[str, LanguageModel] = {}
+    for name, place in models.items():
+        tell(f"loading {name}: {place}")
+        loaded[name] = load_model(place, device=where.device, dtype=where.dtype)
+    return LocalEngine(loaded, links_between(loaded, translators, tell), limits)
+
+
+def links_between(models: Mapping[str, LanguageModel], folders: Sequence[Path], tell: Tell) -> list[Link]:
+    """Load the translators. Raises `BadInput` for a second one between the same two models: which to use would be a guess."""
+    links: dict[tuple[str, str], Link] = {}
+    for folder in folders:
+        for link in links_of(models, folder):
+            way = f"{link.source} → {link.target}"
+            if (link.source, link.target) in links:
+                raise BadInput(f"{folder} is a second translator {way}; give one")
+            links[link.source, link.target] = link
+            tell(f"{way}: {folder}" + (f"; not used: {link.refusal}" if link.refusal else ""))
+    return list(links.values())
 
 
 def links_of(models: Mapping[str, LanguageModel], folder: Path) -> list[Link]:

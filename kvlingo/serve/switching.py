@@ -179,14 +179,17 @@ class Switch:
         except KVLingoError:  # its template can't render what the target's can: it has not read this
             return None
         found = self._sessions.find(prompt.place(source.name), reading.ids)
-        best = max(found, key=lambda m: m.tokens - min(m.tokens, m.snapshot.state.translated_until), default=None)
-        if best is None:
+
+        def spared(match: Match) -> int:
+            """Count the target's tokens that this one would spare: beyond what it holds, and beyond earlier translations."""
+            untrusted = min(match.snapshot.state.translated_until, match.tokens)
+            return tokens * match.tokens // len(reading) - max(native, tokens * untrusted // len(reading))
+
+        best = max(found, key=spared, default=None)
+        if best is None or spared(best) <= 0:
             return None
         state = replace(best.snapshot.state, reading=first_tokens(reading, best.tokens))
-        covered = tokens * best.tokens // len(reading)
-        untrusted = tokens * min(state.translated_until, best.tokens) // len(reading)
-        spared = covered - max(native, untrusted)
-        return Offer(link, source, state, spared, tokens - covered) if spared > 0 else None
+        return Offer(link, source, state, spared(best), tokens - tokens * best.tokens // len(reading))
 
     def _pays(self, offer: Offer, target: Side, tokens: int, native: int, dial: Dial) -> bool:
         if dial.mode == "translate" or offer.spared >= self._rule.translate_from:
