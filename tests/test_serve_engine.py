@@ -33,7 +33,7 @@ from kvlingo.serve.protocol import (
     UnknownModel,
     Unsupported,
 )
-from kvlingo.serve.sessions import Match, Radix
+from kvlingo.serve.sessions import Match, Radix, Sessions, Snapshot
 from kvlingo.serve.switching import Link, Rule
 from kvlingo.translator import identity_translator
 from tests import tiny
@@ -208,6 +208,20 @@ def test_a_switch_translates_and_going_back_uses_what_is_there() -> None:
     assert back.hops <= 1
 
 
+def test_what_was_translated_from_counts_as_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, used = Sessions.used, list[str]()
+
+    def noted(self: Sessions, snapshot: Snapshot) -> None:
+        used.append(snapshot.place.model)
+        real(self, snapshot)
+
+    monkeypatch.setattr(Sessions, "used", noted)
+    with twin_engine() as (engine, lm):
+        for model in "ab":
+            ask(engine, request_for(lm, model, talk(2)))
+    assert used == ["a"]
+
+
 def test_by_default_a_short_conversation_is_read_again() -> None:
     there, _ = there_and_back(Rule(), turns=1)
     assert (there.translated_tokens, there.source, there.fallback) == (0, None, None)
@@ -271,6 +285,7 @@ def test_a_translator_that_raises_is_a_reprefill_with_its_reason(error: Exceptio
         (found,) = ask(engine, request_for(lm, "b", messages))
         assert found.begun.fallback is not None
         assert type(error).__name__ in found.begun.fallback
+        assert "fire" not in found.begun.fallback  # the text of an error that nobody foresaw may quote a prompt
         assert found.begun.translated_tokens == found.begun.hops == 0
         assert found.ids == cold_ids(lm, messages)
         assert engine.stats()["fallbacks"] == 1
@@ -442,6 +457,43 @@ def test_a_full_queue_is_busy_and_says_when_to_come_back(monkeypatch: pytest.Mon
         assert all(b.retry_after_s >= 1 for b in busy)
         assert len(found) - len(busy) >= 2
         assert not [f for f in found if isinstance(f, BaseException) and not isinstance(f, Busy)]
+
+
+def test_a_tenant_that_floods_keeps_no_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_steps(monkeypatch)
+    with twin_engine(max_rows=1, max_queue=2) as (engine, lm):
+
+        async def flood() -> tuple[list[int], list[Any]]:
+            loud = [request_for(lm, "a", [user(f"{i}")], count=20, tenant="loud") for i in range(6)]
+            running = [asyncio.create_task(answer(engine, r)) for r in loud]
+            while engine.stats()["queued"] < 2:
+                await asyncio.sleep(0.01)
+            mine = await answer(engine, request_for(lm, "a", [user("me")], tenant="quiet"))
+            return mine.ids, await asyncio.gather(*running, return_exceptions=True)
+
+        mine, others = within(flood())
+        assert mine == cold_ids(lm, [user("me")])
+        assert any(isinstance(other, Busy) for other in others)
+
+
+def test_a_full_queue_refuses_before_it_tokenises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_lane: Lane, _tenant: str) -> None:
+        raise Busy(1.0)
+
+    monkeypatch.setattr(Lane, "see_room_for", full)
+    monkeypatch.setattr("kvlingo.serve.engine.prompt_of", lambda *_: pytest.fail("tokenised"))
+    with twin_engine() as (engine, lm), pytest.raises(Busy):
+        ask(engine, request_for(lm, "a", "hi"))
+
+
+def test_the_time_to_the_first_token_begins_with_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(request: Request, lm: Any) -> switching.Prompt:
+        time.sleep(0.3)
+        return switching.prompt_of(request, lm)
+
+    monkeypatch.setattr("kvlingo.serve.engine.prompt_of", slowly)
+    with twin_engine() as (engine, lm):
+        assert ask(engine, request_for(lm, "a", "hi"))[0].done.ttft_ms > 300
 
 
 def test_a_closed_iterator_stops_within_two_steps_and_keeps_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,20 @@ def test_the_distribution_is_the_definition(sampling: Sampling) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1, temperature=1e-300),
+        Sampling(1, top_p=1e-300),
+        Sampling(1, temperature=1e-300, top_p=1e-300, min_p=1.0, top_k=3),
+    ],
+    ids=str,
+)
+def test_what_is_too_small_for_float32_leaves_the_likeliest(sampling: Sampling) -> None:
+    check(sampling, len(LOGITS))
+    assert distribution(LOGITS.float(), sampling).tolist() == [0, 0, 0, 0, 1]
+
+
 def test_bias_and_penalties() -> None:
     sampling = Sampling(1, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: 7.0})
     expected = LOGITS + torch.tensor([-0.5 - 3 * 0.25, 0, 0, 7.0, -0.75], dtype=torch.float64)

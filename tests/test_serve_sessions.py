@@ -98,6 +98,17 @@ def test_what_is_used_stays() -> None:
     assert [bool(sessions.find(PLACE, ids)) for ids in states] == [True, False, True]
 
 
+def test_a_tenant_that_keeps_much_costs_another_nothing() -> None:
+    one = 2 * 3 * 16 * 10 * 8
+    sessions, quiet = Sessions(4 * one), Place("quiet", None, "m")
+    sessions.keep(quiet, state_of([4, *[8] * 9]), LM.geometry)
+    for n in range(5, 15):
+        sessions.keep(PLACE, state_of([n, *[8] * 9]), LM.geometry)
+    assert longest(sessions.find(quiet, [4, *[8] * 9])) == 10
+    assert (len(sessions), sessions.num_bytes) == (4, 4 * one)
+    assert [bool(sessions.find(PLACE, [n, 8])) for n in range(11, 15)] == [False, True, True, True]
+
+
 def test_shared_tensors_count_once() -> None:
     state, sessions = state_of([5, 6, 7]), Sessions(1 << 30)
     sessions.keep(PLACE, state, LM.geometry)

@@ -66,6 +66,10 @@ class FairQueue:
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
+    def waiting(self, tenant: str) -> int:
+        """Return how many jobs of one tenant wait."""
+        return len(self._waiting.get(tenant, ()))
+
     def push(self, job: Job) -> None:
         """Put a job behind its tenant's others."""
         self._waiting.setdefault(job.tenant, deque()).append(job)
@@ -102,7 +106,7 @@ class Lane:
 
     Args:
         max_rows: requests that decode together.
-        max_queue: requests that may wait; one more is `Busy`.
+        max_queue: requests of one tenant that may wait; one more is `Busy`. Others' requests never make one so.
     """
 
     def __init__(self, lm: LanguageModel, *, max_rows: int, max_queue: int) -> None:
@@ -121,14 +125,19 @@ class Lane:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job. Raises `Busy` when the queue is full, `Unavailable` when the lane is closing."""
+        """Queue a job. Raises `Busy` when its tenant's queue is full, `Unavailable` when the lane is closing."""
+        with self._changed:
+            self.see_room_for(job.tenant)
+            self._queue.push(job)
+            self._changed.notify_all()
+
+    def see_room_for(self, tenant: str) -> None:
+        """Raise what `submit` would raise now: whoever asks first does not prepare a job for nothing."""
         with self._changed:
             if self._closing:
                 raise Unavailable(1.0)
-            if len(self._queue) >= self._max_queue:
+            if self._queue.waiting(tenant) >= self._max_queue:
                 raise Busy(self._wait_s())
-            self._queue.push(job)
-            self._changed.notify_all()
 
     def cancel(self, job: Job) -> None:
         """Let a job go: at once where it waits, else before the next token."""

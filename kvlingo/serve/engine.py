@@ -28,13 +28,20 @@ from kvlingo.serve.switching import Link, Prompt, Rule, Side, Switch, prompt_of
 from kvlingo.translator import check_geometry
 
 POLL_S = 0.01
+STOP_S = 5.0
 KINDS = ("native", "translated", "recomputed")
 COUNTED = ("requests", "fallbacks", "switches_translated", *(f"{kind}_tokens" for kind in KINDS))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one engine may use: rows that decode together and requests that wait, both for each model; bytes of snapshots."""
+    """What one engine may use.
+
+    Fields:
+        max_rows: requests that decode together, for each model.
+        max_queue: requests of one tenant that wait, for each model.
+        cache_bytes: of all snapshots.
+    """
 
     max_rows: int = 8
     max_queue: int = 64
@@ -84,7 +91,9 @@ class LocalEngine:
             raise UnknownModel(f"no model {request.model!r} here; there are: {', '.join(self._sides)}")
         if self._draining:
             raise Unavailable(1.0)
+        asked = time.perf_counter()
         side, lane = self._sides[request.model], self._lanes[request.model]
+        lane.see_room_for(request.tenant)
         prompt = await asyncio.to_thread(self._read, request, side.lm)
         events: asyncio.Queue[Event | Exception] = asyncio.Queue()
         job = Job(
@@ -93,6 +102,7 @@ class LocalEngine:
             begin=partial(self._start, prompt),
             tell=partial(_put, asyncio.get_running_loop(), events),
             keep=partial(self._keep, prompt),
+            submitted=asked,
         )
         lane.submit(job)
         try:
@@ -146,13 +156,12 @@ class LocalEngine:
         return {name: float(value) for name, value in {**total, **gauges}.items()}
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more requests, wait for those that run, cancel what is left; the workers end."""
+        """Take no more requests, wait for those that run, cancel what is left; the workers end before their next token."""
         self._draining = True
         until = time.monotonic() + timeout_s
         while time.monotonic() < until and any(sum(lane.load.values()) for lane in self._lanes.values()):
             await asyncio.sleep(POLL_S)
-        for lane in self._lanes.values():
-            await asyncio.to_thread(lane.stop, max(1.0, timeout_s))
+        await asyncio.gather(*(asyncio.to_thread(lane.stop, STOP_S) for lane in self._lanes.values()))
 
 
 def _put(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Any], event: Event | Exception) -> None:

@@ -20,6 +20,7 @@ from kvlingo.serve.protocol import Piece, Sampling, TokenInfo
 from kvlingo.spelling import spelling_of
 
 CPU = torch.device("cpu")
+LEAST_TEMPERATURE = 1e-6  # below it the likeliest token is certain, and a float32 division may say 0/0
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -57,13 +58,15 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     Each cut reads what the one before it left, scaled to 1: nucleus sampling (arXiv 1904.09751) keeps the token that crosses
     `top_p`; `min_p` (arXiv 2407.01082) is relative to the likeliest token.
     """
-    probabilities = ((logits - logits.max()) / sampling.temperature).softmax(-1)
+    probabilities = ((logits - logits.max()) / max(sampling.temperature, LEAST_TEMPERATURE)).softmax(-1)
     ordered, index = probabilities.sort(descending=True, stable=True)
     if sampling.top_k is not None:
         ordered[sampling.top_k :] = 0
         ordered = ordered / ordered.sum()
     if sampling.top_p < 1:
-        ordered[ordered.cumsum(-1) - ordered >= sampling.top_p] = 0
+        ordered[1:][(ordered.cumsum(-1) - ordered)[1:] >= sampling.top_p] = (
+            0  # the likeliest stays, however small `top_p` is
+        )
     ordered[ordered < sampling.min_p * ordered[0]] = 0
     return torch.zeros_like(probabilities).scatter(-1, index, ordered / ordered.sum())
 

@@ -7,7 +7,7 @@ whoever goes on from one goes on from a fork of it (`cache.fork`).
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -169,9 +169,10 @@ def _snapshots_under(node: _Node) -> Iterator[Snapshot]:
 
 
 class Sessions:
-    """All snapshots of all places, bounded in bytes; the one that was used longest ago goes first.
+    """All snapshots of all places, bounded in bytes.
 
-    Several threads use it. A tensor that snapshots share counts once.
+    Where they are too many, the tenant that holds the most gives up the one that it used longest ago: nobody who holds less than
+    an equal share loses anything to others. Several threads use it. A tensor that snapshots share counts once.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -181,7 +182,7 @@ class Sessions:
         self._recent: OrderedDict[Snapshot, int] = OrderedDict()  # the one used longest ago first; when
         self._clock = 0
         self._storages: dict[int, list[int]] = {}  # address → [snapshots that use it, bytes]
-        self._bytes = 0
+        self._held = Counter[str]()  # bytes by tenant
 
     def __len__(self) -> int:
         return len(self._recent)
@@ -189,7 +190,12 @@ class Sessions:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors kept."""
-        return self._bytes
+        return self._held.total()
+
+    def holds(self, place: Place) -> bool:
+        """Tell whether anything is kept at a place."""
+        with self._lock:
+            return place in self._trees
 
     def keep(self, place: Place, state: ModelState, geometry: Geometry) -> None:
         """Keep a state as it is now; the caller may go on with its own cache.
@@ -212,8 +218,9 @@ class Sessions:
                 self._forget(before)
             self._count(snapshot)
             self._trees[place] = tree
-            while self._bytes > self.max_bytes and self._recent:
-                self._drop(next(iter(self._recent)))
+            while self._held.total() > self.max_bytes:
+                most = max(self._held, key=lambda tenant: self._held[tenant])
+                self._drop(next(old for old in self._recent if old.place.tenant == most))
 
     def find(self, place: Place, ids: Sequence[int]) -> list[Match]:
         """Return what shares a prefix with `ids`: the longest first, of equal ones the most exact, then the latest."""
@@ -245,7 +252,7 @@ class Sessions:
         self._tick(snapshot)
         for address, size in _storages(snapshot).items():
             entry = self._storages.setdefault(address, [0, size])
-            self._bytes += 0 if entry[0] else size
+            self._held[snapshot.place.tenant] += 0 if entry[0] else size
             entry[0] += 1
 
     def _forget(self, snapshot: Snapshot) -> None:
@@ -254,8 +261,10 @@ class Sessions:
             entry = self._storages[address]
             entry[0] -= 1
             if not entry[0]:
-                self._bytes -= entry[1]
+                self._held[snapshot.place.tenant] -= entry[1]
                 del self._storages[address]
+        if not self._held[snapshot.place.tenant]:
+            del self._held[snapshot.place.tenant]
 
 
 def _storages(snapshot: Snapshot) -> dict[int, int]:

@@ -6,6 +6,7 @@ reason is told. Does not know queues, sampling or HTTP. Nothing is kept here, so
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,9 +23,10 @@ from kvlingo.probing import decoder_of
 from kvlingo.reading import Reading, first_tokens
 from kvlingo.serve.decoding import Started
 from kvlingo.serve.protocol import Begun, Dial, Message, Request
-from kvlingo.serve.sessions import Match, Place, Sessions
+from kvlingo.serve.sessions import Match, Place, Sessions, Snapshot
 from kvlingo.translator import Translator
 
+LOG = logging.getLogger(__name__)
 REPREFILL_UP_TO = 512
 TRANSLATE_FROM = 2048
 READ = "the model read it"
@@ -105,13 +107,14 @@ class Offer:
     """What another model holds of the conversation.
 
     Fields:
-        state: its cache, with the reading of the ids in it that are those of this conversation.
+        snapshot, state: its cache, with the reading of the ids in it that are those of this conversation.
         spared: about how many of the target's missing tokens need not be read.
         unread: about how many of the target's tokens the source has not read.
     """
 
     link: Link
     source: Side
+    snapshot: Snapshot
     state: ModelState
     spared: int
     unread: int
@@ -174,6 +177,8 @@ class Switch:
 
     def _offer(self, prompt: Prompt, link: Link, tokens: int, native: int) -> Offer | None:
         source = self._sides[link.source]
+        if not self._sessions.holds(prompt.place(source.name)):
+            return None
         try:
             reading = _render(prompt.request, source.lm, add_generation_prompt=False)
         except KVLingoError:  # its template can't render what the target's can: it has not read this
@@ -189,7 +194,7 @@ class Switch:
         if best is None or spared(best) <= 0:
             return None
         state = replace(best.snapshot.state, reading=first_tokens(reading, best.tokens))
-        return Offer(link, source, state, spared(best), tokens - tokens * best.tokens // len(reading))
+        return Offer(link, source, best.snapshot, state, spared(best), tokens - tokens * best.tokens // len(reading))
 
     def _pays(self, offer: Offer, target: Side, tokens: int, native: int, dial: Dial) -> bool:
         if dial.mode == "translate" or offer.spared >= self._rule.translate_from:
@@ -215,6 +220,8 @@ class Switch:
         if handed.plan.fallback and own:
             raise UnsupportedCache(handed.plan.fallback)  # go on from what the target holds instead
         assert handed.logits is not None
+        for snapshot in (offer.snapshot, *([own.snapshot] if own else ())):
+            self._sessions.used(snapshot)
         return Started(handed.state, handed.logits, begun(handed.plan, target.name, offer.link.source))
 
     def _read_on(self, prompt: Prompt, target: Side, own: Match | None, reason: str | None) -> Started:
@@ -243,8 +250,11 @@ def _moving(lm: LanguageModel) -> str | None:
 
 
 def _told(error: Exception) -> str:
-    reason = " ".join(str(error).split())[:300]
-    return reason if isinstance(error, KVLingoError) else f"{type(error).__name__}: {reason}"
+    """Say why a translation failed. The text of an error that nobody foresaw may quote a prompt or a path: it is not told."""
+    if isinstance(error, KVLingoError):
+        return " ".join(str(error).split())[:300]
+    LOG.warning("a translation failed", exc_info=error)
+    return f"{type(error).__name__}: the translation failed; the server's log says where"
 
 
 def begun(plan: HandoffPlan, model: str, source: str | None) -> Begun:
