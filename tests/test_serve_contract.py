@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvlingo.errors import BadInput
+from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.serve.keys import digest_of
 from kvlingo.serve.protocol import Busy, TooLong, Unavailable, Unsupported
 from kvlingo.serve.settings import Settings
@@ -453,6 +453,7 @@ STATUSES = [
         "messages",
     ),
     (RuntimeError("secret prompt"), openai.InternalServerError, "internal", None),
+    (UnsupportedCache("a secret of the server"), openai.InternalServerError, "internal", None),
 ]
 
 
@@ -474,7 +475,7 @@ def test_an_error_before_the_first_token_has_its_status(
     assert body["param"] == param
     assert code is None or body["code"] == code
     assert "secret" not in body["message"]
-    assert body["message"] == str(error) or isinstance(error, RuntimeError)
+    assert body["message"] == str(error) or code == "internal"
     retry = caught.value.response.headers.get("retry-after")
     assert retry == {"Busy": "3", "Unavailable": "5"}.get(type(error).__name__)
 

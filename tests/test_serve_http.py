@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,13 +15,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvlingo.errors import BadInput
-from kvlingo.serve.answering import Answering, End
+from kvlingo.serve.answering import SIDE_BY_SIDE, Answering, End
 from kvlingo.serve.doors import LOG, JsonLines
-from kvlingo.serve.gateway import ROUTES, listen
+from kvlingo.serve.gateway import ROUTES, listen, serve
 from kvlingo.serve.keys import digest_of
-from kvlingo.serve.protocol import Busy
-from kvlingo.serve.replies import Fault, finite
+from kvlingo.serve.protocol import Busy, Request, Sampling, TokenInfo
+from kvlingo.serve.replies import Fault, chat_logprob, finite, text_shape
 from kvlingo.serve.settings import Settings
+from kvlingo.serve.speaking import Line, Stalled
 from tests.fake_engine import FakeEngine, Serving, serving
 
 CHAT = "/v1/chat/completions"
@@ -116,6 +118,21 @@ def test_a_body_that_is_no_json_by_its_type(http: httpx.Client, engine: FakeEngi
     assert "application/json" in error_of(response)["message"]
 
 
+def head_of(length: int) -> bytes:
+    """Return the head of a request with a body of JSON."""
+    lines = [f"POST {CHAT} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {length}"]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def test_a_body_that_does_not_come_is_a_408(served: Serving[FakeEngine], engine: FakeEngine) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+        connection.sendall(head_of(100) + b"{")
+        answer = connection.recv(65536).decode()
+    assert answer.startswith("HTTP/1.1 408")
+    assert '"code":"request_timeout"' in answer
+    assert not engine.asked
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
@@ -170,11 +187,11 @@ def test_a_stream_has_the_headers_that_keep_it_flowing(http: httpx.Client, engin
 
 
 def test_the_first_byte_comes_at_once_and_comments_while_it_waits(http: httpx.Client, engine: FakeEngine) -> None:
-    engine.prefill_s = 1.0
+    engine.prefill_s = 2.5
     began = time.monotonic()
     with http.stream("POST", CHAT, json={**BODY, "stream": True}) as response:
         arrived = [(time.monotonic() - began, line) for line in response.iter_lines() if line]
-    assert arrived[0][0] < 0.6
+    assert arrived[0][0] < engine.prefill_s / 2
     assert arrived[0][1] == ": keepalive"
     assert sum(line == ": keepalive" for _, line in arrived) >= 3
     assert arrived[-1][1] == "data: [DONE]"
@@ -205,12 +222,9 @@ def test_an_error_after_a_long_wait_is_an_event(http: httpx.Client, engine: Fake
 def raw_request(port: int, body: dict[str, Any]) -> socket.socket:
     """Send a request and return the connection, nothing of the answer read."""
     content = json.dumps(body).encode()
-    head = (
-        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-    )
     connection = socket.create_connection(("127.0.0.1", port), timeout=10)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.sendall(head.encode() + b"\r\n\r\n" + content)
+    connection.sendall(head_of(len(content)) + content)
     return connection
 
 
@@ -249,9 +263,42 @@ def test_a_client_that_does_not_read_counts_as_gone(served: Serving[FakeEngine],
     assert engine.cancelled == 1
 
 
-def test_choices_after_the_first_wait_until_it_has_read_the_prompt() -> None:
-    from kvlingo.serve.protocol import Request, Sampling
+def test_the_end_of_a_stream_does_not_wait_for_ever() -> None:
+    async def never(_message: Any) -> None:
+        await asyncio.Event().wait()
 
+    with pytest.raises(Stalled):
+        asyncio.run(Line(never, 0.05).end())
+
+
+def test_a_key_has_so_many_requests_open_and_no_more() -> None:
+    with serving(FakeEngine(prefill_s=60), Settings(max_open=2)) as running:
+        waiting = [raw_request(running.port, BODY) for _ in range(2)]
+        until(lambda: running.engine.running == 2)
+        refused = httpx.post(f"{running.url}{CHAT}", json=BODY)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert error_of(refused)["code"] == "too_many_open"
+        assert httpx.get(f"{running.url}/v1/models").status_code == 200
+        for connection in waiting:
+            connection.close()
+        until(lambda: running.engine.running == 0)
+        running.engine.prefill_s = 0
+        assert httpx.post(f"{running.url}{CHAT}", json=BODY).status_code == 200
+
+
+def test_a_request_of_many_choices_runs_some_at_a_time() -> None:
+    async def most_at_once() -> tuple[int, int]:
+        engine, most = FakeEngine(token_s=0.001), 0
+        groups = [[Request("small", f"{i}", Sampling(2))] * 4 for i in range(10)]
+        async with Answering(engine, groups) as answering:
+            while not isinstance(await answering.next(), End):
+                most = max(most, engine.running)
+        return most, len(engine.asked)
+
+    assert asyncio.run(most_at_once()) == (SIDE_BY_SIDE, 40)
+
+
+def test_choices_after_the_first_wait_until_it_has_read_the_prompt() -> None:
     async def started_before_begun() -> tuple[int, int]:
         engine = FakeEngine(prefill_s=0.1)
         request = Request("small", "once", Sampling(3))
@@ -266,8 +313,6 @@ def test_choices_after_the_first_wait_until_it_has_read_the_prompt() -> None:
 
 
 def test_leaving_early_closes_every_choice() -> None:
-    from kvlingo.serve.protocol import Request, Sampling
-
     async def leave() -> FakeEngine:
         engine = FakeEngine()
         async with Answering(engine, [[Request("small", "once", Sampling(100_000))] * 3]) as answering:
@@ -413,6 +458,17 @@ def test_a_request_is_one_line_of_json_without_its_text(http: httpx.Client, engi
     assert any("fake_engine" in place for place in lines[1]["at"])
 
 
+def test_a_client_that_leaves_while_it_sends_is_no_error(
+    served: Serving[FakeEngine], engine: FakeEngine, log: list[str]
+) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+        connection.sendall(head_of(100) + b"{")
+        time.sleep(0.1)
+    until(lambda: len(log) == 1)
+    line = json.loads(log[0])
+    assert (line["status"], line["level"]) == (499, "info")
+
+
 def test_a_logged_exception_keeps_its_text_to_itself() -> None:
     try:
         raise ValueError("the-secret-word")
@@ -492,6 +548,11 @@ def test_a_port_in_use_is_one_line() -> None:
         listen(Settings(port=taken.getsockname()[1]))
 
 
+def test_a_bad_file_of_keys_is_told_before_models_load(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="API keys"):
+        serve(Settings(models={"a": "b"}, keys=tmp_path / "nowhere"), lambda: pytest.fail("loaded"))
+
+
 def test_sigterm_lets_running_answers_end_and_takes_no_more() -> None:
     engine = FakeEngine(token_s=0.05)
     with serving(engine, Settings(drain_s=10)) as running, httpx.Client(base_url=running.url, timeout=20) as http:
@@ -526,6 +587,12 @@ def test_an_answer_that_outlasts_the_drain_is_cut(tmp_path: object) -> None:
 @pytest.mark.parametrize(("wait_s", "header"), [(0.0, "1"), (0.1, "1"), (2.0, "2"), (2.01, "3")])
 def test_retry_after_is_whole_seconds(wait_s: float, header: str) -> None:
     assert Fault(429, "t", "m", retry_after_s=wait_s).headers() == {"Retry-After": header}
+
+
+def test_half_a_character_has_no_bytes_of_another() -> None:
+    token = TokenInfo(7, "x", (120,), -0.5, (("\ufffd", -1.0), ("é", -2.0), ("\ufffd", -3.0)))
+    assert [top["bytes"] for top in chat_logprob(token)["top_logprobs"]] == [None, [0xC3, 0xA9], None]
+    assert text_shape().logprobs([token], 0)["top_logprobs"] == [{"\ufffd": -1.0, "é": -2.0}]
 
 
 def test_an_impossible_token_has_a_number_that_json_can_hold() -> None:

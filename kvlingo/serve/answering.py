@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 WAITING_EVENTS = 256
 """So many events may wait for a client that reads slowly; then its choices wait too."""
 
+SIDE_BY_SIDE = 8
+"""So many choices of one request run at once: one of many does not fill the queue, and is not refused for its own choices."""
+
 
 class End:
     """Nothing more comes."""
@@ -30,7 +33,7 @@ class Answering:
     def __init__(self, engine: Engine, groups: Sequence[Sequence[Request]]) -> None:
         self.engine, self.groups = engine, groups
         self.events: asyncio.Queue[tuple[int, Event] | End | BaseException] = asyncio.Queue(WAITING_EVENTS)
-
+        self.places = asyncio.Semaphore(SIDE_BY_SIDE)
         self.left = False
 
     async def __aenter__(self) -> Answering:
@@ -81,7 +84,7 @@ class Answering:
 
     async def _choice(self, index: int, request: Request, begun: asyncio.Event) -> None:
         events = cast("AsyncGenerator[Event, None]", self.engine.run(request))
-        async with aclosing(events):
+        async with self.places, aclosing(events):
             async for event in events:
                 await self.events.put((index, event))
                 if isinstance(event, Begun):

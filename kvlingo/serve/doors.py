@@ -11,6 +11,7 @@ import logging
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,8 @@ OPEN = {"/", "/healthz", "/readyz"}
 
 LOG = logging.getLogger("kvlingo.serve")
 NOTE = "kvlingo.note"
+GONE = 499
+"""The status of a request whose client went away before there was one."""
 
 
 @dataclass
@@ -95,7 +98,7 @@ class Door:
     def _write(self, scope: Scope, note: Note, ms: float) -> None:
         """Write the line. A path that is no route is not repeated: anything could stand in it."""
         route = scope["path"] if scope["path"] in self.routes else "other"
-        status = note.status or 499  # the client went away before there was one
+        status = note.status or GONE
         self.figures.requests.labels(route, str(status)).inc()
         facts = {"id": note.id, "method": scope["method"], "route": route, "status": status, "ms": round(ms, 1)}
         facts |= {"tenant": note.tenant} | note.facts
@@ -103,21 +106,39 @@ class Door:
 
 
 class Gate:
-    """Let in who has a key, at the rate that is theirs; without keys, only who calls this computer by its own name.
+    """Let in who has a key, at the rate that is theirs and so many at once.
+
+    Without keys, only who calls this computer by its own name.
 
     A page of any host can make a browser call a server on loopback, by letting its own name point there. What it can't do is send
     another `Host`.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys | None, rate: Rate | None, hosts: Iterable[str] | None) -> None:
-        self.app, self.keys, self.rate = app, keys, rate
+    def __init__(
+        self, app: ASGIApp, keys: Keys | None, rate: Rate | None, hosts: Iterable[str] | None, most_open: int
+    ) -> None:
+        self.app, self.keys, self.rate, self.most_open = app, keys, rate, most_open
         self.hosts = None if hosts is None else frozenset(hosts)
+        self.open = Counter[str]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on or turn it away."""
-        fault = self.fault(scope) if scope["type"] == "http" else None
-        app = self.app if fault is None else fault_response(fault)
-        await app(scope, receive, send)
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        fault = self.fault(scope)
+        tenant = note_of(scope).tenant
+        if fault is None and scope["method"] == "POST" and self.open[tenant] >= self.most_open:
+            message = f"{self.most_open} requests are open; wait until one has ended"
+            fault = Fault(429, "rate_limit_error", message, None, "too_many_open", 1.0)
+        if fault is not None:
+            await fault_response(fault)(scope, receive, send)
+            return
+        self.open[tenant] += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.open[tenant] -= 1
 
     def fault(self, scope: Scope) -> Fault | None:
         """Return why a request is turned away, or None."""

@@ -25,14 +25,15 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from kvlingo import __version__
 from kvlingo.errors import BadInput
-from kvlingo.serve.doors import LOG, Door, Gate, JsonLines, fault_response, json_bytes, note_of
+from kvlingo.serve.doors import GONE, LOG, Door, Gate, JsonLines, fault_response, json_bytes, note_of
 from kvlingo.serve.keys import Keys, Rate
 from kvlingo.serve.metrics import CONTENT_TYPE, Figures
 from kvlingo.serve.protocol import Engine, ModelInfo, Unavailable, UnknownModel
-from kvlingo.serve.replies import Fault, TooLarge, WrongType, chat_shape, fault_of, text_shape
+from kvlingo.serve.replies import Fault, TooLarge, TooSlow, WrongType, chat_shape, fault_of, text_shape
 from kvlingo.serve.schema import ChatBody, Common, CompletionBody, Order, Refused, order, read_body
 from kvlingo.serve.settings import LOOPBACK, Settings
 from kvlingo.serve.speaking import Reply, Setting, noted_fault
@@ -74,6 +75,8 @@ class Gateway:
         path = request.url.path
         try:
             asked = await self.read(request)
+        except ClientDisconnect:
+            return Response(status_code=GONE)  # nobody reads it
         except Exception as error:
             return fault_response(noted_fault(error, PROMPT_FIELDS[path], note_of(request.scope)))
         shape = chat_shape() if path == CHAT else text_shape()
@@ -82,7 +85,11 @@ class Gateway:
     async def read(self, request: Request) -> Order:
         """Return what is asked for."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        raw = await read_bytes(request, self.settings.max_body_bytes)
+        try:
+            async with asyncio.timeout(self.settings.stall_s):
+                raw = await read_bytes(request, self.settings.max_body_bytes)
+        except TimeoutError:
+            raise TooSlow(self.settings.stall_s) from None
         if kind != "application/json":
             raise WrongType(kind)
         body = read_body(BODIES[request.url.path], raw)
@@ -174,7 +181,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
                 allow_headers=["*"],
                 expose_headers=["Retry-After", "X-Request-Id"],
             ),
-            Middleware(Gate, keys=keys, rate=rate, hosts=hosts),
+            Middleware(Gate, keys=keys, rate=rate, hosts=hosts, most_open=settings.max_open),
         ],
         exception_handlers={HTTPException: no_such_route},
     )

@@ -10,9 +10,9 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from kvlingo.errors import KVLingoError
+from kvlingo.errors import BadInput
 from kvlingo.serve.protocol import (
     Begun,
     Busy,
@@ -33,15 +33,35 @@ Json = dict[str, Any]
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-class TooLarge(Exception):
+class BadBody(Exception):
+    """A body that is not read, whatever it says."""
+
+    status: ClassVar[int]
+    code: ClassVar[str]
+
+
+class TooLarge(BadBody):
     """A body beyond the limit."""
+
+    status, code = 413, "request_too_large"
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"the body is larger than {limit} bytes; send less")
 
 
-class WrongType(Exception):
+class TooSlow(BadBody):
+    """A body that takes too long to come."""
+
+    status, code = 408, "request_timeout"
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"the body did not come within {limit_s:g} s; send it again")
+
+
+class WrongType(BadBody):
     """A body that does not say that it is JSON. A page can send a form anywhere without asking; JSON it can't."""
+
+    status, code = 415, "unsupported_media_type"
 
     def __init__(self, kind: str) -> None:
         super().__init__(f"Content-Type is {kind[:80] or 'missing'}; send application/json")
@@ -75,10 +95,8 @@ def fault_of(error: BaseException, prompt_field: str = "messages") -> Fault:
     match error:
         case Refused():
             return Fault(400, bad, str(error), error.param, error.code)
-        case TooLarge():
-            return Fault(413, bad, str(error), None, "request_too_large")
-        case WrongType():
-            return Fault(415, bad, str(error), None, "unsupported_media_type")
+        case BadBody():
+            return Fault(error.status, bad, str(error), None, error.code)
         case UnknownModel():
             return Fault(404, bad, str(error), "model", "model_not_found")
         case TooLong():
@@ -89,7 +107,7 @@ def fault_of(error: BaseException, prompt_field: str = "messages") -> Fault:
             return Fault(429, "rate_limit_error", str(error), None, "queue_full", error.retry_after_s)
         case Unavailable():
             return Fault(503, "server_error", str(error), None, "shutting_down", error.retry_after_s)
-        case KVLingoError():
+        case BadInput():
             return Fault(400, bad, str(error), prompt_field, "invalid_value")
     return Fault(
         500, "server_error", "something went wrong in the server; its log has the request's id", None, "internal"
@@ -236,7 +254,8 @@ class TextShape(Shape):
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
-            "top_logprobs": [{text: finite(value) for text, value in token.top} for token in tokens],
+            # The likeliest last: half characters all read the same, and of those its number stays.
+            "top_logprobs": [{text: finite(value) for text, value in reversed(token.top)} for token in tokens],
             "text_offset": starts[:-1],
         }
 
@@ -253,8 +272,13 @@ def text_shape() -> Shape:
 
 def chat_logprob(token: TokenInfo) -> Json:
     """Return one token's entry."""
-    top = [{"token": text, "logprob": finite(value), "bytes": list(text.encode())} for text, value in token.top]
+    top = [{"token": text, "logprob": finite(value), "bytes": bytes_of(text)} for text, value in token.top]
     return {"token": token.text, "logprob": finite(token.logprob), "bytes": list(token.bytes), "top_logprobs": top}
+
+
+def bytes_of(text: str) -> list[int] | None:
+    """Return the bytes of a token by its text; None for half a character, whose bytes the text does not tell."""
+    return None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
 
 
 def finite(value: float) -> float:

@@ -28,13 +28,14 @@ class Settings:
         keys: file of API keys' hashes (`keys.py`); None: no key is asked for.
         anyone: listen on the network without keys.
         rate_per_minute: requests a key may send; None: no limit.
-        max_rows, max_queue: choices that decode together, and choices that wait, for each model.
+        max_open: requests of one key that are read or answered at once.
+        max_rows, max_queue: choices that decode together, and choices of one key that wait, for each model.
         cache_bytes: of what all conversations were read as.
         max_tokens: of an answer whose request names none.
         cors_origins: pages of other hosts that may call from a browser; those of this computer always may.
         drain_s: how long running answers may go on after SIGTERM.
         keepalive_s: silence in a stream after which a comment is sent.
-        stall_s: how long a client may leave a stream unread.
+        stall_s: how long a client may leave a stream unread, and how long it may take to send a body.
     """
 
     models: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -46,6 +47,7 @@ class Settings:
     rate_per_minute: int | None = None
     max_body_bytes: int = 4_000_000
     max_tokens: int = 1024
+    max_open: int = 256
     max_rows: int = 8
     max_queue: int = 64
     cache_bytes: int = 2 << 30
@@ -57,7 +59,15 @@ class Settings:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        positive = ("rate_per_minute", "max_body_bytes", "max_tokens", "max_rows", "max_queue", "cache_bytes")
+        positive = (
+            "rate_per_minute",
+            "max_body_bytes",
+            "max_tokens",
+            "max_open",
+            "max_rows",
+            "max_queue",
+            "cache_bytes",
+        )
         for name, bound in {"port": 0, **dict.fromkeys(positive, 1)}.items():
             value = getattr(self, name)
             if value is not None and value < bound:
@@ -195,6 +205,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "rate_per_minute": whole,
     "max_body_bytes": whole,
     "max_tokens": whole,
+    "max_open": whole,
     "max_rows": whole,
     "max_queue": whole,
     "cache_bytes": whole,

@@ -158,17 +158,17 @@ class Line:
         """Send one event."""
         await self.send(b"data: " + json_bytes(value) + b"\n\n")
 
-    async def send(self, body: bytes) -> None:
+    async def send(self, body: bytes, *, more: bool = True) -> None:
         """Send bytes."""
         try:
             async with asyncio.timeout(self.stall_s):
-                await self.out({"type": "http.response.body", "body": body, "more_body": True})
+                await self.out({"type": "http.response.body", "body": body, "more_body": more})
         except TimeoutError as error:
             raise Stalled from error
 
     async def end(self) -> None:
         """Say that nothing more comes."""
-        await self.out({"type": "http.response.body", "body": b"", "more_body": False})
+        await self.send(b"", more=False)
 
 
 def noted_fault(error: Exception, prompt_field: str, note: Note) -> Fault:
