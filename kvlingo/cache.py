@@ -6,7 +6,8 @@ built by this package. Nothing here shares storage with the cache it was read fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -424,3 +425,88 @@ def truncate(cache: Any, tokens: int, geometry: Geometry, config: Any) -> Dynami
         keys, values = (x[:, :, : tokens - lost].clone() for x in (old.keys, old.values))
         _fill(_recording(new, place), keys, values, tokens)
     return new
+
+
+# --- sharing ---------------------------------------------------------------------------------------------------------
+
+# Their `update` makes new tensors and never writes into those it had, so a copy of the layer object is a copy of what it holds.
+REBINDING_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, RecordingLayer)
+
+
+def fork(cache: Any) -> Any:
+    """Return a cache that goes on by itself from the same tokens; the old one stays as it is.
+
+    Layers that only ever bind new tensors share theirs. All others (recurrent states are written in place) are copied.
+    """
+    new = copy.copy(cache)
+    new.layers = [copy.copy(x) if type(x) in REBINDING_LAYERS else copy.deepcopy(x) for x in cache.layers]
+    return new
+
+
+def holds_all(cache: Any, geometry: Geometry) -> bool:
+    """Tell whether every layer still holds every token, so that the cache can be cut anywhere."""
+    try:
+        return all(layer.keys.shape[2] == layer.tokens for layer in held_states(cache, geometry)) and not any(
+            hasattr(layer, "recurrent_states") for layer in cache.layers
+        )
+    except UnsupportedCache:
+        return False
+
+
+def can_cut(cache: Any, tokens: int, geometry: Geometry) -> bool:
+    """Tell whether a cache can go back to its first `tokens` tokens: no window has slid past what they need."""
+    if tokens == int(cache.get_seq_length()):
+        return True
+    if any(hasattr(layer, "recurrent_states") for layer in cache.layers):
+        return False
+    try:
+        held = held_states(cache, geometry)
+    except UnsupportedCache:
+        return False
+    lost = (layer.tokens - layer.keys.shape[2] for layer in held)
+    return all(n <= shape.first_held(tokens) for n, shape in zip(lost, geometry.layers, strict=True))
+
+
+def tensors_of(cache: Any) -> Iterator[Tensor]:
+    """Yield every tensor that a cache keeps."""
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            found = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+            )
+            yield from (x for x in found if isinstance(x, Tensor))
+
+
+def stack_rows(caches: Sequence[Any], geometry: Geometry, config: Any) -> Any:
+    """Make one cache of several single-row ones, padded on the left with zeros: `write_rows` without leaving their rotation.
+
+    Sliding layers get their window only, and keep what comes after it.
+    """
+    held = [held_states(cache, geometry) for cache in caches]
+    tokens = max(layers[0].tokens for layers in held)
+    stacked = native_cache(config)
+    for index, (place, shape) in enumerate(zip(geometry.cache_layers, geometry.layers, strict=True)):
+        slots = tokens - shape.first_held(tokens)
+        if not slots:
+            continue
+        rows = [_last_held(layers[index], shape.first_held(layers[index].tokens), index) for layers in held]
+        keys, values = (_stacked(side, slots) for side in zip(*rows, strict=True))
+        _fill(_recording(stacked, place), keys, values, tokens)
+    return stacked
+
+
+def _last_held(layer: Held, first: int, index: int) -> tuple[Tensor, Tensor]:
+    count = layer.tokens - first
+    if layer.keys.shape[2] < count:
+        raise UnsupportedCache(
+            f"layer {index} needs tokens from {first} on, got {layer.keys.shape[2]} of {layer.tokens}; re-prefill"
+        )
+    start = layer.keys.shape[2] - count
+    return layer.keys[:, :, start:], layer.values[:, :, start:]
+
+
+def append_row(cache: Any, stacked: Any, row: int, tokens: int, geometry: Geometry) -> None:
+    """Append the last `tokens` tokens of one row of a stacked cache to a single-row cache, which grows in place."""
+    for layer, alone in zip(held_states(stacked, geometry), owning_layers(cache, geometry), strict=True):
+        start = layer.keys.shape[2] - tokens
+        alone.update(layer.keys[row : row + 1, :, start:], layer.values[row : row + 1, :, start:])

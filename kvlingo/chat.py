@@ -5,7 +5,7 @@ Knows chat templates and text. Does not know ids or bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,14 @@ def _text_part(part: Any) -> str:
     return text
 
 
-def render(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+def takes_tools(tokenizer: Any) -> bool:
+    """Tell whether the tokenizer's template has a place for tool definitions."""
+    return "tools" in str(tokenizer.chat_template or "")
+
+
+def render(
+    tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool, tools: Sequence[Message] = ()
+) -> str:
     """Render messages with the tokenizer's template, or the plain one; raise `BadInput` where it refuses them."""
     if not messages:
         raise BadInput("the conversation is empty; give at least one message")
@@ -52,6 +59,7 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt
             tokenizer.apply_chat_template(
                 messages,
                 chat_template=template,
+                tools=list(tools) or None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
@@ -61,7 +69,11 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt
 
 
 def content_ranges(
-    tokenizer: Any, messages: list[dict[str, Any]], rendered: str, add_generation_prompt: bool
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    rendered: str,
+    add_generation_prompt: bool,
+    tools: Sequence[Message] = (),
 ) -> list[Span]:
     """Find each message's content in the rendered chat.
 
@@ -76,7 +88,7 @@ def content_ranges(
         marks = {i: f"\ue000{i}\ue001" for i in range(len(contents)) if i not in unmarked}
         marked = [{**m, "content": marks.get(i, m["content"])} for i, m in enumerate(messages)]
         try:
-            skeleton = _Skeleton.cut(render(tokenizer, marked, add_generation_prompt), marks)
+            skeleton = _Skeleton.cut(render(tokenizer, marked, add_generation_prompt, tools), marks)
         except BadInput:  # the template reads contents: search for them in order
             skeleton = _Skeleton(list(marks), [""] * (len(marks) + 1))
         ranges, exact = _walk(rendered, skeleton, contents)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +22,7 @@ import typer
 from rich.console import Console
 
 from kvlingo import __version__
-from kvlingo.errors import BadInput, KVLingoError, UnsupportedModel
+from kvlingo.errors import BadInput, KVLingoError, MissingExtra, UnsupportedModel
 
 BAD_INPUT, FAILED, STOPPED = 2, 3, 130
 
@@ -355,6 +357,76 @@ def demo(
     emit(report, as_json)
     if report["verdict"] != "PASS":
         raise typer.Exit(FAILED)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        list[str] | None, typer.Option("--model", metavar="NAME=MODEL", help=f"Serve a {MODEL} by a name; repeatable.")
+    ] = None,
+    translator: Annotated[
+        list[Path] | None,
+        typer.Option("--translator", metavar="DIR", help="What `kvlingo fit` wrote for two of them; repeatable."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="TOML file of settings; the environment (KVLINGO_PORT, …) and flags go before it."),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Default: 8000.")] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="File of API keys, lines NAME: SHA256 (printf %s KEY | sha256sum).")
+    ] = None,
+    anyone: Annotated[
+        bool | None, typer.Option("--anyone", help="Let everyone on the network in, without keys.")
+    ] = None,
+    rate: Annotated[int | None, typer.Option(help="Requests a minute for each key. Default: no limit.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Of an answer whose request names none. Default: 1024.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option("--cors-origin", help="Page that may call from a browser; repeatable.")
+    ] = None,
+    drain: Annotated[
+        float | None, typer.Option(help="Seconds that running answers may go on after SIGTERM. Default: 30.")
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+) -> None:
+    """Serve models by OpenAI's API; a conversation may go on with another of them at any turn."""
+    flags = {
+        "models": model,
+        "translators": translator,
+        "host": host,
+        "port": port,
+        "keys": keys,
+        "anyone": anyone,
+        "rate_per_minute": rate,
+        "max_tokens": max_tokens,
+        "cors_origins": cors_origin,
+        "drain_s": drain,
+        "dtype": dtype,
+        "device": device,
+    }
+    with stoppable("nothing was written"):
+        from kvlingo.serve.settings import read_settings
+
+        settings, _ = read_settings(flags, os.environ, config)
+        try:
+            from kvlingo.serve import gateway
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in (
+                "fastapi",
+                "pydantic",
+                "prometheus_client",
+                "starlette",
+                "uvicorn",
+            ):
+                raise
+            raise MissingExtra(f"serving needs {error.name}: pip install 'kvlingo[serve]'") from error
+        from kvlingo.serve.loading import build_engine
+
+        gateway.serve(settings, partial(build_engine, settings, tell))
 
 
 # --- what comes out --------------------------------------------------------------------------------------------------

@@ -150,7 +150,9 @@ class HandOff:
     timings_ms: dict[str, float]
 
 
-def read_conversation(conversation: Conversation, lm: LanguageModel, *, add_generation_prompt: bool) -> Reading:
+def read_conversation(
+    conversation: Conversation, lm: LanguageModel, *, add_generation_prompt: bool, tools: Sequence[Message] = ()
+) -> Reading:
     """Render a text or a list of messages as one model reads it."""
     if isinstance(conversation, str):
         if not conversation.strip():
@@ -158,7 +160,7 @@ def read_conversation(conversation: Conversation, lm: LanguageModel, *, add_gene
         return read_text(lm.tokenizer, conversation)
     if not conversation:
         raise BadInput("the conversation has no messages; give at least one")
-    return read_chat(lm.tokenizer, list(conversation), add_generation_prompt=add_generation_prompt)
+    return read_chat(lm.tokenizer, list(conversation), add_generation_prompt=add_generation_prompt, tools=tools)
 
 
 @torch.no_grad()
@@ -228,6 +230,7 @@ def hand_off(
     native_layers: int = 0,
     source_state: ModelState | None = None,
     target_state: ModelState | None = None,
+    reading: Reading | None = None,
     no_text: bool = False,
 ) -> HandOff:
     """Hand a conversation over to the target without re-prefill.
@@ -238,6 +241,7 @@ def hand_off(
         source_state: what the source holds (with its answers); without it the source reads the conversation first.
         target_state: what the target holds from an earlier turn; the common prefix stays native, with the provenance that it
             has there: what was translated once for this target is not made again.
+        reading: the conversation as the target reads it, where the caller has rendered it (with tool definitions, say).
         no_text: the target sees no text: every token after the constant sinks is translated, and it starts at the next new
             token. Needs a translator fitted without text. Not anonymous: a cache can be read back.
 
@@ -252,7 +256,8 @@ def hand_off(
     if source_state is None:
         source_state = read_native(conversation, source)
     source_read = time.perf_counter()
-    reading = read_conversation(conversation, target, add_generation_prompt=True)
+    if reading is None:
+        reading = read_conversation(conversation, target, add_generation_prompt=True)
     ids = target.ids(reading.ids)
     source_reading = as_one_text(source_state.reading) if isinstance(conversation, str) else source_state.reading
     alignment = align(source_reading, reading)

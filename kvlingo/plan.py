@@ -168,9 +168,9 @@ def _why_recomputed(native: int, twice: int) -> str:
     return "attention sinks of both models"
 
 
-def reprefill_plan(tokens: int, reason: str, *, native: int = 0) -> HandoffPlan:
-    """Plan a plain re-prefill; `reason` is what the user sees."""
-    return _all_recomputed(tokens, native, reason, ())
+def reprefill_plan(tokens: int, reason: str, *, native: int = 0, earlier: Sequence[Span] = ()) -> HandoffPlan:
+    """Plan a plain re-prefill after what the target holds (`earlier`: its spans); `reason` is what the user sees."""
+    return _all_recomputed(tokens, native, reason, earlier)
 
 
 def _all_recomputed(tokens: int, native: int, reason: str, earlier: Sequence[Span]) -> HandoffPlan:

@@ -62,7 +62,9 @@ def read_text(tokenizer: Any, text: str) -> Reading:
     return Reading(ids, spans, _place(stream, text.encode(), (whole,)), stream)
 
 
-def read_chat(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> Reading:
+def read_chat(
+    tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True, tools: Sequence[Message] = ()
+) -> Reading:
     """Render messages with the tokenizer's chat template (or `PLAIN_TEMPLATE`) and tokenise them.
 
     One content per message, empty where the template drops it. BOS comes exactly once, from the
@@ -71,9 +73,9 @@ def read_chat(tokenizer: Any, messages: Sequence[Message], *, add_generation_pro
     Raises `BadInput` for messages the template refuses.
     """
     chat = [plain_message(message) for message in messages]
-    rendered = render(tokenizer, chat, add_generation_prompt)
+    rendered = render(tokenizer, chat, add_generation_prompt, tools)
     ids, stream, spans = _tokenize(tokenizer, rendered)
-    ranges = content_ranges(tokenizer, chat, rendered, add_generation_prompt)
+    ranges = content_ranges(tokenizer, chat, rendered, add_generation_prompt, tools)
     offsets = _byte_offsets(rendered, [edge for pair in ranges for edge in pair])
     in_bytes = tuple(zip(offsets[::2], offsets[1::2], strict=True))
     return Reading(ids, spans, _place(stream, rendered.encode(), in_bytes), stream)

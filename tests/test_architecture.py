@@ -23,11 +23,23 @@ ORDER = re.findall(
     """,
 )
 
+# The same for the gateway, `kvlingo/serve/`, which may import all of the package but the command line.
+SERVE_ORDER = re.findall(
+    r"\w+",
+    """
+    protocol settings keys sessions sampling decoding switching engine loading schema replies answering metrics doors speaking
+    gateway
+    """,
+)
+
+# The web framework ends here: everything else sees an `Engine`, a body or plain ASGI.
+MAY_IMPORT_FASTAPI = {"gateway"}
+
 # Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen
 # through these two.
 MAY_IMPORT_TRANSFORMERS = {"cache", "models"}
 
-HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "matplotlib")
+HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "matplotlib", "fastapi")
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:root|home|work|opt|tmp|mnt|Users)/\w")
 REGISTRY_HOST = re.compile(r"(?:pypi|pythonhosted|npmjs|deb\.debian)\.(?:org|com)")
@@ -46,6 +58,7 @@ NOT_OURS = {
 }
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+SERVE_SOURCES = sorted((PACKAGE / "serve").glob("*.py"))
 
 
 def name_of(source: Path) -> str:
@@ -101,6 +114,35 @@ def test_a_module_imports_only_from_those_above_it(source: Path) -> None:
     assert not below, f"{name} imports from below: {sorted(below)}"
 
 
+def test_every_module_of_the_gateway_has_its_place_in_its_order() -> None:
+    modules = {source.stem for source in SERVE_SOURCES} - {"__init__"}
+    assert modules <= set(SERVE_ORDER), "give the new module its place in SERVE_ORDER"
+
+
+@pytest.mark.parametrize("source", SERVE_SOURCES, ids=lambda p: p.stem)
+def test_a_module_of_the_gateway_imports_only_from_those_above_it(source: Path) -> None:
+    names = [name.split(".") for name in imported(ast.walk(tree_of(source)))]
+    assert ["kvlingo", "cli"] not in [name[:2] for name in names]
+    beside = {name[2] for name in names if name[:2] == ["kvlingo", "serve"] and len(name) > 2} & set(SERVE_ORDER)
+    below = {other for other in beside if SERVE_ORDER.index(other) >= SERVE_ORDER.index(source.stem)}
+    assert not below, f"{source.stem} imports from below: {sorted(below)}"
+
+
+@pytest.mark.parametrize("source", SERVE_SOURCES, ids=lambda p: p.stem)
+def test_the_web_framework_sits_in_one_module(source: Path) -> None:
+    names = {name.split(".")[0] for name in imported(ast.walk(tree_of(source)))}
+    assert not names & {"fastapi", "uvicorn"} or source.stem in MAY_IMPORT_FASTAPI
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_only_the_serve_command_imports_the_gateway(source: Path) -> None:
+    if name_of(source) == "serve":
+        return
+    tree = tree_of(source)
+    inside = tree.body if source.name == "cli.py" else ast.walk(tree)  # the command imports it inside its function
+    assert not {name for name in imported(iter(inside)) if name.startswith("kvlingo.serve")}
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
 def test_transformers_sits_in_two_modules(source: Path) -> None:
     if name_of(source) in MAY_IMPORT_TRANSFORMERS:
@@ -122,7 +164,9 @@ def test_import_is_light() -> None:
     assert loaded_by("import kvlingo; kvlingo.__version__") == set()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"], ["demo", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["fit", "--help"], ["demo", "--help"], ["serve", "--help"]], ids=" ".join
+)
 def test_help_is_light(arguments: list[str]) -> None:
     code = f"sys.argv = {['kvlingo', *arguments]}\nfrom kvlingo.cli import main\nmain()"
     assert loaded_by(code) == set()

@@ -1,0 +1,1 @@
+"""The gateway: an engine that runs models and translators, and an HTTP server in front of it."""

@@ -1,0 +1,187 @@
+"""The in-process engine: models and translators in this process, one worker thread a model.
+
+Knows asyncio and how the parts belong together. Does not know HTTP. Two models share nothing that changes but `Sessions`,
+which locks; what a worker reads of another model are snapshots, which nobody changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvlingo.chat import takes_tools
+from kvlingo.errors import BadInput
+from kvlingo.handoff import ModelState
+from kvlingo.models import LanguageModel
+from kvlingo.serve.decoding import Job, Lane, Started, clipped
+from kvlingo.serve.protocol import Done, Event, ModelInfo, Request, TooLong, Unavailable, UnknownModel, Unsupported
+from kvlingo.serve.sampling import check
+from kvlingo.serve.sessions import Sessions
+from kvlingo.serve.switching import Link, Prompt, Rule, Side, Switch, prompt_of
+from kvlingo.translator import check_geometry
+
+POLL_S = 0.01
+STOP_S = 5.0
+KINDS = ("native", "translated", "recomputed")
+COUNTED = ("requests", "fallbacks", "switches_translated", *(f"{kind}_tokens" for kind in KINDS))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one engine may use.
+
+    Fields:
+        max_rows: requests that decode together, for each model.
+        max_queue: requests of one tenant that wait, for each model.
+        cache_bytes: of all snapshots.
+    """
+
+    max_rows: int = 8
+    max_queue: int = 64
+    cache_bytes: int = 2 << 30
+    rule: Rule = field(default_factory=Rule)
+
+
+class LocalEngine:
+    """Serves models that are loaded in this process.
+
+    Args:
+        models: by the names they are asked for.
+        links: the translators between them. Raises `IncompatiblePair` for one that does not fit its models.
+    """
+
+    def __init__(
+        self, models: Mapping[str, LanguageModel], links: Sequence[Link] = (), limits: Limits | None = None
+    ) -> None:
+        limits = limits or Limits()
+        if not models:
+            raise BadInput("no model to serve; give at least one")
+        _check_links(models, links)
+        self._created = int(time.time())
+        self._sides = {name: Side(name, lm) for name, lm in models.items()}
+        self._sessions = Sessions(limits.cache_bytes)
+        self._switch = Switch(self._sides, links, self._sessions, limits.rule)
+        self._counts, self._counting = Counter[str](dict.fromkeys(COUNTED, 0)), threading.Lock()
+        self._draining = False
+        self._lanes = {
+            name: Lane(lm, max_rows=limits.max_rows, max_queue=limits.max_queue) for name, lm in models.items()
+        }
+
+    def models(self) -> Sequence[ModelInfo]:
+        """List the models."""
+        return [
+            ModelInfo(name, side.lm.geometry.max_positions, self._created, side.lm.target_refusal is None)
+            for name, side in self._sides.items()
+        ]
+
+    async def run(self, request: Request) -> AsyncIterator[Event]:
+        """Answer one request; closing the iterator cancels it.
+
+        Raises before the first event: `UnknownModel`, `Unavailable`, `Busy`, `TooLong`, `Unsupported`, or `BadInput` for what
+        the model's template or the sampler refuses.
+        """
+        if request.model not in self._sides:
+            raise UnknownModel(f"no model {request.model!r} here; there are: {', '.join(self._sides)}")
+        if self._draining:
+            raise Unavailable(1.0)
+        asked = time.perf_counter()
+        side, lane = self._sides[request.model], self._lanes[request.model]
+        lane.see_room_for(request.tenant)
+        prompt = await asyncio.to_thread(self._read, request, side.lm)
+        events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        job = Job(
+            tenant=request.tenant,
+            sampling=clipped(request.sampling, len(prompt.reading), side.lm.geometry.max_positions),
+            begin=partial(self._start, prompt),
+            tell=partial(_put, asyncio.get_running_loop(), events),
+            keep=partial(self._keep, prompt),
+            submitted=asked,
+        )
+        lane.submit(job)
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if isinstance(event, Done):
+                    return
+        finally:
+            lane.cancel(job)
+
+    def _read(self, request: Request, lm: LanguageModel) -> Prompt:
+        """Check a request and tokenise it; not on the event loop, which a long prompt would hold up."""
+        check(request.sampling, lm.geometry.vocab_size)
+        _check_dial(request)
+        if request.tools and not takes_tools(lm.tokenizer):
+            raise Unsupported("tools", f"the chat template of {request.model} has no place for them")
+        prompt = prompt_of(request, lm)
+        limit = lm.geometry.max_positions
+        if limit is not None and len(prompt.reading) >= limit:
+            raise TooLong(len(prompt.reading), limit)
+        return prompt
+
+    def _start(self, prompt: Prompt) -> Started:
+        started = self._switch.start(prompt)
+        # Kept now too, for those who ask the same before the answer is finished.
+        self._keep(prompt, started.state)
+        with self._counting:
+            self._counts["requests"] += 1
+            self._counts["fallbacks"] += started.begun.fallback is not None
+            self._counts["switches_translated"] += started.begun.translated_tokens > 0
+            for kind in KINDS:
+                self._counts[f"{kind}_tokens"] += getattr(started.begun, f"{kind}_tokens")
+        return started
+
+    def _keep(self, prompt: Prompt, state: ModelState) -> None:
+        name = prompt.request.model
+        self._sessions.keep(prompt.place(name), state, self._sides[name].lm.geometry)
+
+    def stats(self) -> Mapping[str, float]:
+        """Return counters since the start, and gauges: `queued`, `running`, `cache_bytes`, `cache_snapshots`."""
+        total = Counter[str]()
+        for lane in self._lanes.values():
+            total.update(lane.load)
+            total.update(dict(lane.counts))
+        with self._counting:
+            total.update(self._counts)
+        gauges = {"cache_bytes": self._sessions.num_bytes, "cache_snapshots": len(self._sessions)}
+        return {name: float(value) for name, value in {**total, **gauges}.items()}
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more requests, wait for those that run, cancel what is left; the workers end before their next token."""
+        self._draining = True
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until and any(sum(lane.load.values()) for lane in self._lanes.values()):
+            await asyncio.sleep(POLL_S)
+        await asyncio.gather(*(asyncio.to_thread(lane.stop, STOP_S) for lane in self._lanes.values()))
+
+
+def _put(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Any], event: Event | Exception) -> None:
+    """Hand an event to the loop that waits for it; one that has closed has nobody who listens."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
+
+def _check_links(models: Mapping[str, LanguageModel], links: Sequence[Link]) -> None:
+    for link in links:
+        missing = next((name for name in (link.source, link.target) if name not in models), None)
+        if missing is not None:
+            raise BadInput(f"a translator names the model {missing!r}, which is not served; give it with --model")
+        if models[link.target].target_refusal is None:
+            check_geometry(link.translator.config, models[link.source].geometry, models[link.target].geometry)
+
+
+def _check_dial(request: Request) -> None:
+    dial = request.dial
+    if dial.mode not in ("auto", "translate", "reprefill") or dial.sink < 0 or dial.tail < 1:
+        raise BadInput(
+            f"mode {dial.mode!r}, sink {dial.sink}, tail {dial.tail}; give auto, translate or reprefill, at least 0 and 1"
+        )

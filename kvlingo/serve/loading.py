@@ -1,0 +1,93 @@
+"""From names to an engine: load the models, find out between which of them each translator goes.
+
+Knows the artifact and its report. A translator that no report vouches for is loaded and never used: its requests are re-prefills
+that say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import permutations
+from pathlib import Path
+
+from kvlingo.errors import BadInput
+from kvlingo.jobs import Where
+from kvlingo.manifest import Manifest
+from kvlingo.models import LanguageModel, load_model, quiet_loading
+from kvlingo.serve.engine import Limits, LocalEngine
+from kvlingo.serve.settings import Settings
+from kvlingo.serve.switching import Link
+from kvlingo.store import load_translator, read_manifest
+
+Tell = Callable[[str], None]
+
+
+def build_engine(settings: Settings, tell: Tell) -> LocalEngine:
+    """Load the engine that the settings describe."""
+    limits = Limits(max_rows=settings.max_rows, max_queue=settings.max_queue, cache_bytes=settings.cache_bytes)
+    where = Where(settings.device, settings.dtype)
+    return load_engine(settings.models, settings.translators, where=where, limits=limits, tell=tell)
+
+
+def load_engine(
+    models: Mapping[str, str],
+    translators: Sequence[Path],
+    *,
+    where: Where | None = None,
+    limits: Limits | None = None,
+    tell: Tell = lambda _: None,
+) -> LocalEngine:
+    """Load models (served name → hub id, folder or .gguf file) and translators' folders into an engine."""
+    where = where or Where()
+    quiet_loading()
+    loaded: dict[str, LanguageModel] = {}
+    for name, place in models.items():
+        tell(f"loading {name}: {place}")
+        loaded[name] = load_model(place, device=where.device, dtype=where.dtype)
+    return LocalEngine(loaded, links_between(loaded, translators, tell), limits)
+
+
+def links_between(models: Mapping[str, LanguageModel], folders: Sequence[Path], tell: Tell) -> list[Link]:
+    """Load the translators. Raises `BadInput` for a second one between the same two models: which to use would be a guess."""
+    links: dict[tuple[str, str], Link] = {}
+    for folder in folders:
+        for link in links_of(models, folder):
+            way = f"{link.source} → {link.target}"
+            if (link.source, link.target) in links:
+                raise BadInput(f"{folder} is a second translator {way}; give one")
+            links[link.source, link.target] = link
+            tell(f"{way}: {folder}" + (f"; not used: {link.refusal}" if link.refusal else ""))
+    return list(links.values())
+
+
+def links_of(models: Mapping[str, LanguageModel], folder: Path) -> list[Link]:
+    """Return the ways between served models for which a translator was fitted, by the models' content, not their names.
+
+    Raises `BadInput` where there is none.
+    """
+    manifest = read_manifest(folder)
+    wanted = (manifest.source.fingerprint, manifest.target.fingerprint)
+    pairs = [
+        (source, target)
+        for source, target in permutations(models, 2)
+        if (models[source].fingerprint, models[target].fingerprint) == wanted
+    ]
+    if not pairs:
+        raise BadInput(
+            f"{folder} translates from {manifest.source.name} to {manifest.target.name}, and these weights are not both "
+            "served; serve both with --model, or leave the translator out"
+        )
+    return [_link(models, source, target, folder, manifest) for source, target in pairs]
+
+
+def _link(models: Mapping[str, LanguageModel], source: str, target: str, folder: Path, manifest: Manifest) -> Link:
+    translator, _ = load_translator(folder, source=models[source], target=models[target])
+    return Link(source, target, translator.to(models[target].device), refusal_of(manifest, folder))
+
+
+def refusal_of(manifest: Manifest, folder: Path) -> str | None:
+    """Say why a translator is not to be used, or None: only a passed report on held-out documents lets it in."""
+    if manifest.held_out is None:
+        return f"it was never evaluated; run kvlingo eval {folder.name}"
+    verdict = manifest.held_out.get("verdict")
+    return None if verdict == "PASS" else f"its report says {verdict}"

@@ -1,0 +1,176 @@
+"""What the gateway asks of an engine and what an engine tells it. Values only.
+
+Knows neither models nor HTTP: both halves of the gateway import this and not each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Mode = Literal["auto", "translate", "reprefill"]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one choice is sampled. `top_logprobs` None: no log-probabilities; 0: those of the chosen tokens only."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Dial:
+    """How a switch may be made, and how many first and last tokens the answering model reads itself."""
+
+    mode: Mode = "auto"
+    sink: int = 1
+    tail: int = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """One choice to be answered. `conversation` pins it to what was read under the same name."""
+
+    model: str
+    prompt: str | tuple[Message, ...]
+    sampling: Sampling
+    dial: Dial = Dial()
+    tenant: str = ""
+    conversation: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Told before the first token.
+
+    Fields:
+        native_tokens: prompt tokens that the answering model held already; with the two others they make up the prompt.
+        translated_tokens: from another model's cache, `source`.
+        recomputed_tokens: the rest: sinks, tail, re-prefill.
+        hops: how often the least trusted span was translated.
+        fallback: why nothing was translated although it was to be, or None.
+    """
+
+    model: str
+    prompt_tokens: int
+    native_tokens: int
+    translated_tokens: int
+    recomputed_tokens: int
+    hops: int
+    source: str | None
+    fallback: str | None
+
+
+@dataclass(frozen=True)
+class TokenInfo:
+    """One chosen token, its log-probability, and the likeliest tokens in its place."""
+
+    id: int
+    text: str
+    bytes: tuple[int, ...]
+    logprob: float
+    top: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text already cut at a stop string; `tokens` is empty unless log-probabilities are asked for."""
+
+    text: str
+    tokens: tuple[TokenInfo, ...]
+
+
+@dataclass(frozen=True)
+class Done:
+    """Told last."""
+
+    finish_reason: Literal["stop", "length"]
+    completion_tokens: int
+    ttft_ms: float
+
+
+Event = Begun | Piece | Done
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """One model of an engine. `max_tokens` bounds prompt and answer together; None: unknown."""
+
+    name: str
+    max_tokens: int | None
+    created: int
+    can_be_target: bool
+
+
+class UnknownModel(KeyError):
+    """No model of this name."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Busy(Exception):
+    """The queue is full: 429."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(f"the queue is full; try again in {retry_after_s:g} s")
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(Exception):
+    """The engine is shutting down: 503."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(f"the server is shutting down; try again in {retry_after_s:g} s")
+        self.retry_after_s = retry_after_s
+
+
+class TooLong(Exception):
+    """The prompt leaves no room for an answer of the model that is to answer: 400 context_length_exceeded."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {tokens} tokens, the model reads {limit} with its answer; shorten the conversation"
+        )
+        self.tokens, self.limit = tokens, limit
+
+
+class Unsupported(Exception):
+    """A field that the model can't serve, such as tools where its template has none: 400 naming it."""
+
+    def __init__(self, param: str, reason: str = "the model that answers can't serve it") -> None:
+        super().__init__(f"{param}: {reason}; leave it out")
+        self.param = param
+
+
+class Engine(Protocol):
+    """Answers requests."""
+
+    def models(self) -> Sequence[ModelInfo]:
+        """List the models."""
+        ...
+
+    def run(self, request: Request) -> AsyncIterator[Event]:
+        """Answer one request; closing the iterator cancels it. Raises the errors above, or a `KVLingoError` for bad input."""
+        ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Return counters and gauges."""
+        ...
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more requests, wait for those that run, cancel what is left."""
+        ...

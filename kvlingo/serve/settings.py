@@ -1,0 +1,219 @@
+"""What the server is told at its start: flags before environment before one TOML file before defaults.
+
+Knows names, types and where a value came from. Does not know models or HTTP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvlingo.errors import BadInput
+
+PREFIX = "KVLINGO_"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that can be set.
+
+    Fields:
+        models: name → hub id, folder or .gguf file.
+        translators: folders that `kvlingo fit` wrote.
+        keys: file of API keys' hashes (`keys.py`); None: no key is asked for.
+        anyone: listen on the network without keys.
+        rate_per_minute: requests a key may send; None: no limit.
+        max_open: requests of one key that are read or answered at once.
+        max_rows, max_queue: choices that decode together, and choices of one key that wait, for each model.
+        cache_bytes: of what all conversations were read as.
+        max_tokens: of an answer whose request names none.
+        cors_origins: pages of other hosts that may call from a browser; those of this computer always may.
+        drain_s: how long running answers may go on after SIGTERM.
+        keepalive_s: silence in a stream after which a comment is sent.
+        stall_s: how long a client may leave a stream unread, and how long it may take to send a body.
+    """
+
+    models: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    translators: tuple[Path, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: Path | None = None
+    anyone: bool = False
+    rate_per_minute: int | None = None
+    max_body_bytes: int = 4_000_000
+    max_tokens: int = 1024
+    max_open: int = 256
+    max_rows: int = 8
+    max_queue: int = 64
+    cache_bytes: int = 2 << 30
+    cors_origins: tuple[str, ...] = ()
+    drain_s: float = 30.0
+    keepalive_s: float = 10.0
+    stall_s: float = 60.0
+    dtype: str | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        positive = (
+            "rate_per_minute",
+            "max_body_bytes",
+            "max_tokens",
+            "max_open",
+            "max_rows",
+            "max_queue",
+            "cache_bytes",
+        )
+        for name, bound in {"port": 0, **dict.fromkeys(positive, 1)}.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise BadInput(f"{name} is {value}; give {bound} or more")
+        if self.port > 65535:
+            raise BadInput(f"port is {self.port}; give 65535 or less")
+        for name in ("drain_s", "keepalive_s", "stall_s"):
+            if not 0 < getattr(self, name) < 1e6:
+                raise BadInput(f"{name} is {getattr(self, name)}; give a number of seconds above 0")
+        if self.host not in LOOPBACK and self.keys is None and not self.anyone:
+            raise BadInput(
+                f"host {self.host} without API keys would let everyone on the network in; "
+                f"give --keys FILE, or --anyone if that is meant"
+            )
+
+
+def read_settings(
+    flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None
+) -> tuple[Settings, dict[str, str]]:
+    """Return the settings, and for each that was set where its value came from. A flag that is None was not given."""
+    from_file = read_file(file) if file else {}
+    from_environment = {
+        name: environment[PREFIX + name.upper()] for name in READERS if environment.get(PREFIX + name.upper())
+    }
+    given = {name: value for name, value in flags.items() if value is not None and value != []}
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for where, source in (
+        (str(file), from_file),
+        ("the environment", from_environment),
+        ("the command line", given),
+    ):
+        for name, value in source.items():
+            values[name] = read_value(name, value, where)
+            origin[name] = where
+    return Settings(**values), origin
+
+
+def read_file(file: Path) -> dict[str, Any]:
+    """Read a TOML file of settings by their names; one that is not a setting is an error, not a surprise later."""
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"can't read the settings in {file}: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadInput(f"{file} is not TOML: {error}") from error
+    unknown = sorted(set(table) - set(READERS))
+    if unknown:
+        raise BadInput(f"{file} sets {unknown[0]!r}, which is not a setting; there are: {', '.join(READERS)}")
+    return table
+
+
+def read_value(name: str, value: Any, where: str) -> Any:
+    """Read one value by its setting's type; text from the environment counts as what it spells."""
+    try:
+        return READERS[name](value)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"{name} is {value!r} in {where}; {error}") from error
+
+
+# --- types -----------------------------------------------------------------------------------------------------------
+
+
+def text(value: Any) -> str:
+    """Take text as it is."""
+    if not isinstance(value, str) or not value:
+        raise ValueError("give text")
+    return value
+
+
+def whole(value: Any) -> int:
+    """Take a whole number, or text that spells one."""
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError("give a whole number")
+    return value
+
+
+def seconds(value: Any) -> float:
+    """Take a number, or text that spells one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError("give a number of seconds")
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError("give a number of seconds") from None
+
+
+def truth(value: Any) -> bool:
+    """Take true or false, or text that spells one."""
+    spelled = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    value = spelled.get(value.lower(), value) if isinstance(value, str) else value
+    if not isinstance(value, bool):
+        raise ValueError("give true or false")
+    return value
+
+
+def several(value: Any) -> tuple[str, ...]:
+    """Take a list of texts, or one text with commas."""
+    parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
+    return tuple(map(text, parts))
+
+
+def paths(value: Any) -> tuple[Path, ...]:
+    """Take a list of paths, or one text with commas."""
+    return tuple(map(Path, map(str, value if not isinstance(value, str) else several(value))))
+
+
+def path(value: Any) -> Path:
+    """Take a path."""
+    return value if isinstance(value, Path) else Path(text(value))
+
+
+def named(value: Any) -> dict[str, str]:
+    """Take a table of names, or texts like small=FOLDER."""
+    if isinstance(value, Mapping):
+        return {name: text(place) for name, place in value.items()}
+    pairs = [part.partition("=") for part in several(value)]
+    if not all(name and place for name, _, place in pairs):
+        raise ValueError("give NAME=MODEL, like small=./smollm2")
+    names = [name for name, _, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError("give each name once")
+    return {name: place for name, _, place in pairs}
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "models": named,
+    "translators": paths,
+    "host": text,
+    "port": whole,
+    "keys": path,
+    "anyone": truth,
+    "rate_per_minute": whole,
+    "max_body_bytes": whole,
+    "max_tokens": whole,
+    "max_open": whole,
+    "max_rows": whole,
+    "max_queue": whole,
+    "cache_bytes": whole,
+    "cors_origins": several,
+    "drain_s": seconds,
+    "keepalive_s": seconds,
+    "stall_s": seconds,
+    "dtype": text,
+    "device": text,
+}
+"""How each setting is read. `tests/test_serve_settings.py` checks that these are all of them."""

@@ -1,0 +1,281 @@
+"""How a model comes to hold a prompt: from what it read before, from another model's cache, or by reading it.
+
+Knows models, translators and snapshots. Whatever goes wrong on the way from another model's cache becomes a re-prefill whose
+reason is told. Does not know queues, sampling or HTTP. Nothing is kept here, so a switch is seen whole or not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from kvlingo.cache import can_cut, fork, truncate
+from kvlingo.cost import TargetCost, handoff_flops, pass_flops
+from kvlingo.errors import KVLingoError, UnsupportedCache
+from kvlingo.handoff import Conversation, ModelState, hand_off, read_conversation
+from kvlingo.models import LanguageModel, decoder_layers, prefill
+from kvlingo.plan import HandoffPlan, SpanKind, reprefill_plan
+from kvlingo.probing import decoder_of
+from kvlingo.reading import Reading, first_tokens
+from kvlingo.serve.decoding import Started
+from kvlingo.serve.protocol import Begun, Dial, Message, Request
+from kvlingo.serve.sessions import Match, Place, Sessions, Snapshot
+from kvlingo.translator import Translator
+
+LOG = logging.getLogger(__name__)
+REPREFILL_UP_TO = 512
+TRANSLATE_FROM = 2048
+READ = "the model read it"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way from one model's cache to another's. `refusal`: why it is not to be used (a failed report), or None."""
+
+    source: str
+    target: str
+    translator: Translator
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When `auto` translates: never to spare up to `reprefill_up_to` tokens, always from `translate_from`; else by cost."""
+
+    reprefill_up_to: int = REPREFILL_UP_TO
+    translate_from: int = TRANSLATE_FROM
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """A model under the name it is served by."""
+
+    name: str
+    lm: LanguageModel
+
+    @cached_property
+    def cost(self) -> TargetCost:
+        """What one token costs this model."""
+        _, layers = decoder_layers(decoder_of(self.lm.model))
+        heads = int(self.lm.model.config.get_text_config(decoder=True).num_attention_heads)
+        return TargetCost(
+            sum(p.numel() for p in layers.parameters()),
+            [heads * layer.key_dim for layer in self.lm.geometry.layers],
+            [layer.window for layer in self.lm.geometry.layers],
+        )
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request as its target reads it."""
+
+    request: Request
+    reading: Reading
+
+    @property
+    def conversation(self) -> Conversation:
+        """The text, or the messages, as `handoff` takes them."""
+        prompt = self.request.prompt
+        return prompt if isinstance(prompt, str) else _messages(prompt)
+
+    def place(self, model: str) -> Place:
+        """Return where this request's snapshots of a model are."""
+        return Place(self.request.tenant, self.request.conversation, model)
+
+
+def _messages(prompt: Sequence[Message]) -> list[dict[str, object]]:
+    return [dict(message) for message in prompt]
+
+
+def prompt_of(request: Request, lm: LanguageModel) -> Prompt:
+    """Render and tokenise a request for the model that answers. Raises `BadInput` for what its template refuses."""
+    return Prompt(request, _render(request, lm, add_generation_prompt=True))
+
+
+def _render(request: Request, lm: LanguageModel, *, add_generation_prompt: bool) -> Reading:
+    prompt = request.prompt if isinstance(request.prompt, str) else _messages(request.prompt)
+    tools = [dict(tool) for tool in request.tools]
+    return read_conversation(prompt, lm, add_generation_prompt=add_generation_prompt, tools=tools)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What another model holds of the conversation.
+
+    Fields:
+        snapshot, state: its cache, with the reading of the ids in it that are those of this conversation.
+        spared: about how many of the target's missing tokens need not be read.
+        unread: about how many of the target's tokens the source has not read.
+    """
+
+    link: Link
+    source: Side
+    snapshot: Snapshot
+    state: ModelState
+    spared: int
+    unread: int
+
+
+class Switch:
+    """Brings a target to hold a prompt.
+
+    Args:
+        sides: all models by the names they are served by.
+    """
+
+    def __init__(self, sides: Mapping[str, Side], links: Sequence[Link], sessions: Sessions, rule: Rule) -> None:
+        self._sides, self._links, self._sessions, self._rule = sides, tuple(links), sessions, rule
+
+    @torch.no_grad()
+    def start(self, prompt: Prompt) -> Started:
+        """Return a state that holds the whole prompt, and the logits of the next token."""
+        target, dial = self._sides[prompt.request.model], prompt.request.dial
+        own = self._own(prompt, target)
+        native = own.tokens if own else 0
+        offers, reason = ([], None) if dial.mode == "reprefill" else self._offers(prompt, target, native)
+        offer = max(offers, key=lambda o: o.spared, default=None)
+        if offer is None and dial.mode == "translate" and reason is None and native < len(prompt.reading) - 1:
+            reason = f"no model with a translator to {target.name} has read more of this conversation"
+        if offer is None or not self._pays(offer, target, len(prompt.reading), native, dial):
+            return self._read_on(prompt, target, own, reason)
+        try:
+            return self._translate(prompt, target, offer, own, dial)
+        except Exception as error:  # the chat user gets an answer whatever a translator does
+            return self._read_on(prompt, target, own, _told(error))
+
+    def _own(self, prompt: Prompt, target: Side) -> Match | None:
+        """Return the most that the target can go on from; one token is always left to read.
+
+        What a window has slid past can't be gone back to. A re-prefill that was asked for goes on from exact tokens only.
+        """
+        ids, most = prompt.reading.ids, len(prompt.reading) - 1
+        exact_only = prompt.request.dial.mode == "reprefill"
+        found = self._sessions.find(prompt.place(target.name), ids)
+        usable = (replace(m, tokens=min(m.exact if exact_only else m.tokens, most)) for m in found)
+        whole = (m for m in usable if m.tokens and can_cut(m.snapshot.state.cache, m.tokens, target.lm.geometry))
+        return max(whole, key=lambda m: m.tokens, default=None)
+
+    def _offers(self, prompt: Prompt, target: Side, native: int) -> tuple[list[Offer], str | None]:
+        """Return what other models offer, and why one that could have offered something did not."""
+        offers, reason = list[Offer](), None
+        for link in self._links:
+            if link.target != target.name:
+                continue
+            offer = self._offer(prompt, link, len(prompt.reading), native)
+            if offer is None:
+                continue
+            refusal = link.refusal or _moving(offer.source.lm)
+            if refusal is None:
+                offers.append(offer)
+            elif offer.spared > self._rule.reprefill_up_to or prompt.request.dial.mode == "translate":
+                reason = f"the translator from {link.source}: {refusal}"
+        return offers, reason
+
+    def _offer(self, prompt: Prompt, link: Link, tokens: int, native: int) -> Offer | None:
+        source = self._sides[link.source]
+        if not self._sessions.holds(prompt.place(source.name)):
+            return None
+        try:
+            reading = _render(prompt.request, source.lm, add_generation_prompt=False)
+        except KVLingoError:  # its template can't render what the target's can: it has not read this
+            return None
+        found = self._sessions.find(prompt.place(source.name), reading.ids)
+
+        def spared(match: Match) -> int:
+            """Count the target's tokens that this one would spare: beyond what it holds, and beyond earlier translations."""
+            untrusted = min(match.snapshot.state.translated_until, match.tokens)
+            return tokens * match.tokens // len(reading) - max(native, tokens * untrusted // len(reading))
+
+        best = max(found, key=spared, default=None)
+        if best is None or spared(best) <= 0:
+            return None
+        state = replace(best.snapshot.state, reading=first_tokens(reading, best.tokens))
+        return Offer(link, source, best.snapshot, state, spared(best), tokens - tokens * best.tokens // len(reading))
+
+    def _pays(self, offer: Offer, target: Side, tokens: int, native: int, dial: Dial) -> bool:
+        if dial.mode == "translate" or offer.spared >= self._rule.translate_from:
+            return True
+        if offer.spared <= self._rule.reprefill_up_to:
+            return False
+        tail = max(dial.tail, offer.unread)
+        handing = handoff_flops(target.cost, map_weights(offer.link.translator), tokens, sink=dial.sink, tail=tail)
+        return handing < pass_flops(target.cost, tokens - native, after=native)
+
+    def _translate(self, prompt: Prompt, target: Side, offer: Offer, own: Match | None, dial: Dial) -> Started:
+        handed = hand_off(
+            prompt.conversation,
+            offer.source.lm,
+            target.lm,
+            offer.link.translator,
+            sink=dial.sink,
+            tail=dial.tail,
+            source_state=offer.state,
+            target_state=own.snapshot.state if own else None,
+            reading=prompt.reading,
+        )
+        if handed.plan.fallback and own:
+            raise UnsupportedCache(handed.plan.fallback)  # go on from what the target holds instead
+        assert handed.logits is not None
+        for snapshot in (offer.snapshot, *([own.snapshot] if own else ())):
+            self._sessions.used(snapshot)
+        return Started(handed.state, handed.logits, begun(handed.plan, target.name, offer.link.source))
+
+    def _read_on(self, prompt: Prompt, target: Side, own: Match | None, reason: str | None) -> Started:
+        """Let the target read what it does not hold."""
+        lm, reading, native = target.lm, prompt.reading, own.tokens if own else 0
+        done = prefill(lm, lm.ids(reading.ids[native:]), cache=_cut(own, lm) if own else None, full_length=True)
+        plan = reprefill_plan(len(reading), READ, native=native, earlier=own.snapshot.state.spans if own else ())
+        if own:
+            self._sessions.used(own.snapshot)
+        told = begun(replace(plan, fallback=reason), target.name, None)
+        return Started(ModelState(reading, done.cache, plan.spans), done.logits[-1], told)
+
+
+def _cut(match: Match, lm: LanguageModel) -> object:
+    """Return a cache of a snapshot's first tokens that may grow."""
+    if match.tokens == len(match.snapshot.ids):
+        return fork(match.snapshot.state.cache)
+    return truncate(match.snapshot.state.cache, match.tokens, lm.geometry, lm.model.config)
+
+
+def _moving(lm: LanguageModel) -> str | None:
+    """Say why a cache can't be read while its model runs: its rotary module changes with what it reads."""
+    if lm.geometry.angle_limit is None:
+        return None
+    return f"{lm.name} changes its rotary angles as it reads, and may be reading now"
+
+
+def _told(error: Exception) -> str:
+    """Say why a translation failed. The text of an error that nobody foresaw may quote a prompt or a path: it is not told."""
+    if isinstance(error, KVLingoError):
+        return " ".join(str(error).split())[:300]
+    LOG.warning("a translation failed", exc_info=error)
+    return f"{type(error).__name__}: the translation failed; the server's log says where"
+
+
+def begun(plan: HandoffPlan, model: str, source: str | None) -> Begun:
+    """Say how a plan was carried out."""
+    native, translated = plan.count(SpanKind.NATIVE), plan.count(SpanKind.TRANSLATED)
+    return Begun(
+        model=model,
+        prompt_tokens=plan.tokens,
+        native_tokens=native,
+        translated_tokens=translated,
+        recomputed_tokens=plan.tokens - native - translated,
+        hops=plan.hops,
+        source=source if translated else None,
+        fallback=plan.fallback,
+    )
+
+
+def map_weights(translator: Translator) -> list[int]:
+    """Return the number of weights of each target layer's map; 0 where a layer has none."""
+    maps = translator.maps
+    return [
+        sum(p.numel() for p in maps[str(layer)].parameters()) if str(layer) in maps else 0
+        for layer in range(len(translator.config.target))
+    ]
