@@ -243,6 +243,7 @@ def page_response() -> Response:
     rules = [
         "default-src 'none'",
         "connect-src 'self'",
+        "img-src data:",
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
