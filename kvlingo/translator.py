@@ -143,6 +143,15 @@ def gather(kv: KV, layer: int, index: Tensor) -> Tensor:
     return torch.cat([flatten_heads(x) for x in chosen], dim=-1)[0]
 
 
+@dataclass(frozen=True)
+class Folded:
+    """A linear map with standardising in its weights [features, outputs], and the state of what it was made from."""
+
+    state: tuple[tuple[int, int], ...]
+    weight: Tensor
+    bias: Tensor
+
+
 class LayerMap(nn.Module):
     """Map one target layer's features [tokens, features] to its keys and values.
 
@@ -155,6 +164,7 @@ class LayerMap(nn.Module):
     feature_scale: Tensor
     key_norm_weight: Tensor
     multiplies_in_bfloat16: bool = False
+    _folded: Folded | None = None
 
     def __init__(self, config: TranslatorConfig, layer: int) -> None:
         super().__init__()
@@ -178,6 +188,39 @@ class LayerMap(nn.Module):
             if self.residual is not None:
                 y = y + self.residual(x)
         return self.finish(y.to(self.bias.dtype) + self.bias)
+
+    def from_blocks(self, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Do what `forward` does with the features [tokens, columns] in pieces, without putting them side by side.
+
+        Where nothing is to be learnt, a linear map is multiplied block by block with standardising folded into its weights: the
+        same products, without two passes over all features and a copy of them.
+        """
+        folded = self._fold(blocks[0].dtype)
+        if folded is None:
+            return self(torch.cat(list(blocks), dim=-1))
+        y = folded.bias.expand(len(blocks[0]), -1).clone()
+        for block, weight in zip(blocks, folded.weight.split([b.shape[-1] for b in blocks]), strict=True):
+            y.addmm_(block, weight)
+        return self.finish(y)
+
+    def _fold(self, dtype: torch.dtype) -> Folded | None:
+        """Return the weights with standardising in them, made anew when they have changed; None where they can't be used."""
+        linear = self.linear
+        if torch.is_grad_enabled() or not isinstance(linear, LinearMap) or self.residual is not None:
+            return None
+        parts = (linear.weight, self.bias, self.feature_mean, self.feature_scale)
+        if self.multiplies_in_bfloat16 or any(part.is_inference() or part.dtype != dtype for part in parts):
+            return None
+        state = tuple((part.data_ptr(), part._version) for part in parts)
+        if self._folded is None or self._folded.state != state:
+            weight = (linear.weight / self.feature_scale[:, None]).detach()
+            self._folded = Folded(state, weight, (self.bias - self.feature_mean @ weight).detach())
+        return self._folded
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move or convert the map; what was folded from where it stood is forgotten."""
+        self._folded = None
+        return super()._apply(fn, recurse)
 
     def finish(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Split outputs [tokens, width] into heads and let the target's own key norm finish the keys."""
@@ -343,8 +386,9 @@ class Translator(nn.Module):
             if native is not None and layer < exact:
                 k, v = (x[:, :, min(skip[layer], tokens) :] for x in (native.keys[layer], native.values[layer]))
             else:
-                features = torch.cat([blocks[b][skip[layer] :] for b in config.blocks(layer)], dim=-1)
-                k, v = self.maps[str(layer)](features)
+                layer_map = self.maps[str(layer)]
+                assert isinstance(layer_map, LayerMap)
+                k, v = layer_map.from_blocks([blocks[b][skip[layer] :] for b in config.blocks(layer)])
             keys.append(k)
             values.append(v)
         return KV(tuple(keys), tuple(values), tokens)

@@ -340,3 +340,58 @@ def test_the_identity_translator_copies() -> None:
     out = translator(source, torch.arange(SOURCE_TOKENS), None)
     for mine, theirs in zip((*out.keys, *out.values), (*source.keys, *source.values), strict=True):
         assert torch.equal(mine, theirs)
+
+
+# --- the fast path ---------------------------------------------------------------------------------------------------
+
+
+def random_map(kind: str = "linear", dtype: torch.dtype = torch.float64) -> tuple[LayerMap, list[Tensor]]:
+    """Return a filled map and blocks of features, of which one hardly moves beside its mean."""
+    torch.manual_seed(0)
+    config = TranslatorConfig(geometry(3, 2, 4, 3), geometry(2, 2, 4, 3), ((0, 1), (1, 2)), **KINDS[kind])
+    found = LayerMap(config, 1).to(dtype)
+    with torch.no_grad():
+        for tensor in (*found.parameters(), found.feature_mean):
+            tensor.normal_()
+        found.feature_mean[0] = 1e3
+        found.feature_scale.uniform_(0.1, 3)
+    blocks = [torch.randn(TOKENS, config.width(name), dtype=dtype) for name in config.blocks(1)]
+    blocks[0][:, 0] += 1e3
+    return found, blocks
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-9), (torch.float32, 2e-3)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_block_by_block_equals_side_by_side(kind: str, dtype: torch.dtype, within: float) -> None:
+    found, blocks = random_map(kind, dtype)
+    plain = found(torch.cat(blocks, dim=-1))
+    with torch.no_grad():
+        fast = found.from_blocks(blocks)
+    assert (found._folded is not None) == (kind == "linear")
+    for one, other in zip(plain, fast, strict=True):
+        torch.testing.assert_close(one.detach(), other, atol=within, rtol=within)
+
+
+@pytest.mark.parametrize("name", ["linear.weight", "bias", "feature_mean", "feature_scale"])
+def test_a_changed_map_is_folded_anew(name: str) -> None:
+    found, blocks = random_map()
+    with torch.no_grad():
+        before = found.from_blocks(blocks)[0]
+        found.state_dict()[name].mul_(1.5)
+        after = found.from_blocks(blocks)[0]
+        torch.testing.assert_close(after, found(torch.cat(blocks, dim=-1))[0])
+        assert not torch.allclose(before, after)
+        loaded = {key: value + 1 for key, value in found.state_dict().items()}
+        found.load_state_dict(loaded)
+        torch.testing.assert_close(found.from_blocks(blocks)[0], found(torch.cat(blocks, dim=-1))[0])
+
+
+def test_what_is_learnt_goes_the_plain_way() -> None:
+    found, blocks = random_map()
+    keys, _ = found.from_blocks(blocks)
+    assert keys.requires_grad
+    assert found._folded is None
+    with torch.no_grad():
+        found.from_blocks(blocks)
+    assert found._folded is not None
+    assert found.double()._folded is None
