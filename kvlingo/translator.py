@@ -378,17 +378,22 @@ class Translator(nn.Module):
             raise IncompatiblePair(
                 "a translator that reads the text has no map for layer 0; give its exact KV as `native`"
             )
-        skip = skip or [0] * len(config.target)
-        names = sorted({b for layer in range(exact, len(config.target)) for b in config.blocks(layer)})
-        blocks = feature_blocks(names, source=source, alignment=alignment, embeddings=embeddings, start=start)
+        skip = [min(s, tokens) for s in skip or [0] * len(config.target)]
+        first = first_needed(config, skip, exact)
+        blocks = {}
+        for at in sorted(set(first.values())):
+            names = [name for name in first if first[name] == at]
+            blocks |= feature_blocks(
+                names, source=source, alignment=alignment[at:], embeddings=embeddings, start=start + at
+            )
         keys, values = [], []
         for layer in range(len(config.target)):
             if native is not None and layer < exact:
-                k, v = (x[:, :, min(skip[layer], tokens) :] for x in (native.keys[layer], native.values[layer]))
+                k, v = (x[:, :, skip[layer] :] for x in (native.keys[layer], native.values[layer]))
             else:
                 layer_map = self.maps[str(layer)]
                 assert isinstance(layer_map, LayerMap)
-                k, v = layer_map.from_blocks([blocks[b][skip[layer] :] for b in config.blocks(layer)])
+                k, v = layer_map.from_blocks([blocks[b][skip[layer] - first[b] :] for b in config.blocks(layer)])
             keys.append(k)
             values.append(v)
         return KV(tuple(keys), tuple(values), tokens)
@@ -402,6 +407,15 @@ class Translator(nn.Module):
     def num_bytes(self, bytes_per_weight: float = 4) -> int:
         """Return the size of all maps when stored with so many bytes a weight."""
         return int(sum(p.numel() for p in self.parameters()) * bytes_per_weight)
+
+
+def first_needed(config: TranslatorConfig, skip: Sequence[int], exact: int) -> dict[str, int]:
+    """Return how many first tokens of each feature block no layer reads: those that only sliding layers read are short."""
+    first: dict[str, int] = {}
+    for layer in range(exact, len(config.target)):
+        for block in config.blocks(layer):
+            first[block] = min(first.get(block, skip[layer]), skip[layer])
+    return dict(sorted(first.items()))
 
 
 def without_residual(translator: Translator) -> Translator:
