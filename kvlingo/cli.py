@@ -288,6 +288,9 @@ def handoff(
         float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this probability.")
     ] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="Runs to take the times' medians of.")] = 3,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Hand over even where the translator's report failed.")
+    ] = False,
     dtype: Dtype = None,
     device: Device = None,
     seed: Annotated[
@@ -309,6 +312,7 @@ def handoff(
             following=following,
             sampling=trials.Sampling(max_new_tokens, temperature, top_p, seed),
             repeats=repeats,
+            anyway=anyway,
             where=jobs.Where(device, dtype),
             write=write,
             say=typer.echo,

@@ -232,6 +232,7 @@ def hand_off(
     target_state: ModelState | None = None,
     reading: Reading | None = None,
     no_text: bool = False,
+    distrust: str | None = None,
 ) -> HandOff:
     """Hand a conversation over to the target without re-prefill.
 
@@ -244,6 +245,7 @@ def hand_off(
         reading: the conversation as the target reads it, where the caller has rendered it (with tool definitions, say).
         no_text: the target sees no text: every token after the constant sinks is translated, and it starts at the next new
             token. Needs a translator fitted without text. Not anonymous: a cache can be read back.
+        distrust: why this translator is not to be used (a failed report, say): the target re-prefills, with this as the reason.
 
     A hand-over that can't be made exactly as planned becomes a re-prefill; `plan.fallback` says why. With `no_text` it raises
     `UnsupportedCache` instead: a re-prefill would read the text.
@@ -273,6 +275,9 @@ def hand_off(
         untrusted=source_state.translated_until,
         fitted_tokens=translator.config.fitted_tokens,
     )
+    if distrust is not None:
+        earlier = target_state.spans if target_state is not None else ()
+        plan = reprefill_plan(len(ids), distrust, native=native, earlier=earlier)
     if no_text:
         refuse_to_read(plan, sink)
     plan, cache = carry_out(plan, source, target, translator, source_state, target_state, alignment, ids)

@@ -17,6 +17,7 @@ from kvlingo.evaluation import Controls, EvaluationOptions, evaluate
 from kvlingo.generation import generate
 from kvlingo.handoff import HandOff, hand_off, read_native, refuse_changed_angles
 from kvlingo.jobs import Say, Where, gather, load_pair
+from kvlingo.manifest import Manifest
 from kvlingo.models import LanguageModel, prefill
 from kvlingo.progress import progress_bar
 from kvlingo.reading import read_more
@@ -89,6 +90,7 @@ def hand_off_file(
     following: str,
     sampling: Sampling,
     repeats: int,
+    anyway: bool,
     where: Where,
     write: Say,
     say: Say,
@@ -98,8 +100,10 @@ def hand_off_file(
     Args:
         dial: `sink`, `tail`, `native_layers`, `no_text` of `hand_off`.
         following: what the target reads first when it gets no text.
+        anyway: hand over even where the translator's own report failed; otherwise the target re-prefills and says why.
         write: takes the continuation piece by piece.
     """
+    dial = {**dial, "distrust": None if anyway else failed_report(read_manifest(folder))}
     conversation = conversation_from_file(file)
     names = model_names(folder, source_name, target_name)
     source, target = load_pair(*names, where)
@@ -126,6 +130,12 @@ def hand_off_file(
         "first_token": times.to_json(),
         "pair": {"source": source.name, "target": target.name},
     }
+
+
+def failed_report(manifest: Manifest) -> str | None:
+    """Say that a translator's own report on held-out text failed; None where it passed or there is none yet."""
+    verdict = (manifest.held_out or {}).get("verdict")
+    return None if verdict in (None, "PASS") else f"the translator's own report says {verdict} (kvlingo eval)"
 
 
 def translator_for(folder: Path, source: LanguageModel, target: LanguageModel, *, no_text: bool) -> Translator:

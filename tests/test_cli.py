@@ -270,6 +270,23 @@ def test_handoff_goes_on_and_tells_plan_and_times(fitted: Path, tmp_path: Path, 
     assert last_json(again)["continuation"] == result["continuation"]
 
 
+@pytest.mark.parametrize("verdict", ["PASS", "FAIL"])
+def test_a_translator_whose_report_failed_is_not_used(verdict: str, fitted: Path, tmp_path: Path, run: Run) -> None:
+    from kvlingo.store import save_report
+
+    there, file = tmp_path / "copy", tmp_path / "conversation.txt"
+    shutil.copytree(fitted, there)
+    save_report(there, {"verdict": verdict, "arms": {}})
+    file.write_text(tiny.text(20, seed=9))
+    asked = ("handoff", there, file, "--max-new-tokens", "2", "--repeats", "1", "--json")
+    plan = last_json(run(*asked))["plan"]
+    assert (plan["fallback"] is None) == (verdict == "PASS")
+    assert (plan["counts"]["translated"] > 0) == (verdict == "PASS")
+    if verdict == "FAIL":
+        assert "report says FAIL" in plan["fallback"]
+        assert last_json(run(*asked, "--anyway"))["plan"]["counts"]["translated"] > 0
+
+
 def test_handoff_of_messages_without_text(fitted: Path, tmp_path: Path, run: Run) -> None:
     file = tmp_path / "conversation.json"
     file.write_text(
