@@ -465,7 +465,9 @@ def serve(
 
 @app.command()
 def calibrate(
-    out: Annotated[Path, typer.Option(help="TOML file of rules to write, for `kvlingo serve --rules`.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option(help="TOML file of rules to write, for `kvlingo serve --rules`.", show_default=False)
+    ],
     model: Served = None,
     translator: Translators = None,
     lengths: Annotated[str, typer.Option(help="Lengths to measure, in tokens.")] = "128,256,512,1024,2048",
@@ -482,6 +484,7 @@ def calibrate(
 
         from kvlingo.jobs import Where
         from kvlingo.serve import calibrating, settings
+        from kvlingo.serve.routing.rules import NEVER
 
         found = calibrating.calibrate(
             settings.read_value("models", model or [], "the command line"),
@@ -497,7 +500,7 @@ def calibrate(
     for each in found:
         typer.echo(
             f"{each.source} → {each.target}: reads again up to {each.reprefill_up_to} tokens, translates from "
-            + (f"{each.translate_from}" if each.translate_from < calibrating.NEVER else "no length that was measured")
+            + (f"{each.translate_from}" if each.translate_from < NEVER else "no length that was measured")
         )
     emit({"switch": [asdict(each) for each in found]}, as_json)
 

@@ -27,8 +27,8 @@ ORDER = re.findall(
 SERVE_ORDER = re.findall(
     r"\w+",
     """
-    protocol settings keys sessions sampling decoding switching engine routing loading calibrating schema replies answering metrics doors speaking
-    gateway
+    protocol settings keys sessions sampling decoding switching engine routing loading calibrating schema replies answering
+    metrics doors speaking gateway
     """,
 )
 
@@ -39,6 +39,9 @@ ROUTING_ORDER = re.findall(
 
 # The web framework ends here: everything else sees an `Engine`, a body or plain ASGI.
 MAY_IMPORT_FASTAPI = {"gateway"}
+
+# scikit-learn fits a router here; serving one needs no part of it.
+MAY_IMPORT_SKLEARN = {"learning"}
 
 # Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen
 # through these two.
@@ -166,6 +169,15 @@ def test_the_web_framework_sits_in_one_module(source: Path) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_scikit_learn_sits_in_one_module(source: Path) -> None:
+    tree = tree_of(source)
+    named = any("sklearn" in ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call))
+    at_top = {name.split(".")[0] for name in imported(iter(tree.body))}
+    assert "sklearn" not in at_top, "import it where it is used: it is an extra"
+    assert not named or source.stem in MAY_IMPORT_SKLEARN
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
 def test_only_the_serve_command_imports_the_gateway(source: Path) -> None:
     if name_of(source) == "serve":
         return
@@ -196,7 +208,9 @@ def test_import_is_light() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["fit", "--help"], ["demo", "--help"], ["serve", "--help"], ["route", "fit", "--help"]], ids=" ".join
+    "arguments",
+    [["--help"], ["fit", "--help"], ["demo", "--help"], ["serve", "--help"], ["route", "fit", "--help"]],
+    ids=" ".join,
 )
 def test_help_is_light(arguments: list[str]) -> None:
     code = f"sys.argv = {['kvlingo', *arguments]}\nfrom kvlingo.cli import main\nmain()"

@@ -12,6 +12,7 @@ from typing import Any, cast
 import openai
 import pytest
 
+from kvlingo import cli
 from kvlingo.errors import BadArtifact, BadInput
 from kvlingo.serve.loading import with_rules
 from kvlingo.serve.protocol import (
@@ -106,7 +107,8 @@ def test_length_and_turn_decide(prompt: Prompt, model: str, reason: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("mean", "model"), [(-0.9, "small"), (-1.0, "small"), (-1.001, "org/big"), (None, "org/big"), (float("nan"), "org/big")]
+    ("mean", "model"),
+    [(-0.9, "small"), (-1.0, "small"), (-1.001, "org/big"), (None, "org/big"), (float("nan"), "org/big")],
 )
 def test_doubt_decides(mean: float | None, model: str) -> None:
     assert Cascade(PAIR, CascadeRule(-1.0)).judge(Heard(3, mean)).model == model
@@ -236,9 +238,7 @@ def test_names_that_do_not_fit() -> None:
         RoutedEngine(Auto(), Threshold(PAIR))
 
 
-@pytest.mark.parametrize(
-    ("limit", "model"), [(0.0, "b"), (-1e5, "a")], ids=["never sure enough", "always sure enough"]
-)
+@pytest.mark.parametrize(("limit", "model"), [(0.0, "b"), (-1e5, "a")], ids=["never sure enough", "always sure enough"])
 def test_the_big_model_takes_over_by_a_switch(limit: float, model: str) -> None:
     """The same model under two names with the identity between them: who takes over says what a cold one says."""
     text = tiny.text(40)
@@ -356,6 +356,32 @@ def test_every_router_can_be_had(tmp_path: Path) -> None:
     assert found["cascade"] == Cascade(Pair("small", "big"))
     with pytest.raises(BadArtifact, match="kvlingo route fit"):
         build_router(Settings(models=MODELS, router="learned", learned=tmp_path), Rules())
+
+
+def test_the_command_line_knows_every_router() -> None:
+    assert [each.value for each in cli.Routing] == list(ROUTERS)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--router", "learned"], "give both"),
+        (["--router", "magic"], "'magic' is not one of"),
+        (["--small", "a"], "leave it out"),
+        (["--router", "cascade", "--rules", "nowhere.toml"], "can't read the rules"),
+        (["--router", "learned", "--learned", "nowhere"], "holds no router"),
+    ],
+)
+def test_a_bad_router_is_one_line_before_any_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", "--port", "0", "--model", "small=x", "--model", "big=y", *options])
+    err = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert words in err
+    assert err.count("\n") == 1
+    assert "loading" not in err
 
 
 def test_rules_reach_the_router(tmp_path: Path) -> None:

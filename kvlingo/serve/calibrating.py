@@ -84,7 +84,9 @@ def joined(documents: Sequence[Document], chars: int) -> str:
         size += len(document.text) + 2
     whole = "\n\n".join(text)[:chars]
     if len(whole) < chars:
-        raise BadInput(f"the texts have {len(whole)} characters, the longest length needs {chars}; give more with --text")
+        raise BadInput(
+            f"the texts have {len(whole)} characters, the longest length needs {chars}; give more with --text"
+        )
     return whole
 
 

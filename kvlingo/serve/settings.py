@@ -103,7 +103,9 @@ class Settings:
         if self.router not in ROUTERS:
             raise BadInput(f"router is {self.router!r}; give one of: {', '.join(ROUTERS)}")
         if (self.learned is None) == (self.router == "learned"):
-            raise BadInput("--router learned and --learned FOLDER (what kvlingo route fit wrote) go together; give both")
+            raise BadInput(
+                "--router learned and --learned FOLDER (what kvlingo route fit wrote) go together; give both"
+            )
         if self.router == "explicit":
             needless = next((name for name in ("small", "big") if getattr(self, name)), None)
             if needless:

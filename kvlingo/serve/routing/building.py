@@ -35,5 +35,7 @@ def learned(settings: Settings, pair: Pair) -> Learned:
     assert settings.learned is not None
     saved = load_router(settings.learned)
     if saved.report.get("verdict") != "PASS":
-        raise BadArtifact(f"{settings.learned}: {saved.report.get('reason')}; fit it on more rows, or choose another router")
+        raise BadArtifact(
+            f"{settings.learned}: {saved.report.get('reason')}; fit it on more rows, or choose another router"
+        )
     return Learned(pair, saved.classifier)

@@ -59,7 +59,7 @@ def recorded(values: dict[str, Any]) -> Recorded:
     if not isinstance(cluster, str):
         raise ValueError("cluster is not a text")
     small, big = (values.get(name) for name in ("small", "big"))
-    return Recorded(prompt, cluster, played(small, "small"), played(big, "big"), heard(small))
+    return Recorded(prompt, cluster, played(small, "small"), played(big, "big"), heard(small or {}))
 
 
 def played(values: Any, who: str) -> Played:
@@ -67,13 +67,17 @@ def played(values: Any, who: str) -> Played:
     if not isinstance(values, dict):
         raise ValueError(f"{who} is missing; give its quality, cost and ms")
     see_no_other(values, {*FIGURES, *(["mean_logprob"] if who == "small" else [])}, f" in {who}")
-    numbers = {name: values.get(name) for name in FIGURES}
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e15:
-            raise ValueError(f"{who}.{name} is not a number, 0 or more")
-    if numbers["quality"] > 1:
+    found = Played(*(number(values.get(name), f"{who}.{name}") for name in FIGURES))
+    if found.quality > 1:
         raise ValueError(f"{who}.quality is above 1")
-    return Played(**{name: float(value) for name, value in numbers.items()})
+    return found
+
+
+def number(value: Any, name: str) -> float:
+    """Take a number that is not below 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e15:
+        raise ValueError(f"{name} is not a number, 0 or more")
+    return float(value)
 
 
 def heard(values: dict[str, Any]) -> Heard | None:

@@ -125,7 +125,9 @@ def load_router(folder: Path) -> Saved:
     if (content["format"], content["features"]) != (FORMAT, VERSION):
         raise BadArtifact(f"{file} is of another version of kvlingo; {AGAIN}")
     try:
-        numbers = {name: tuple(x) if isinstance(x, list) else x for name, x in content["classifier"].items()}
+        numbers: dict[str, Any] = {
+            name: tuple(x) if isinstance(x, list) else x for name, x in content["classifier"].items()
+        }
         return Saved(Classifier(**numbers), dict(content["report"]), tuple(content["seen"]))
     except (TypeError, ValueError, AttributeError) as error:
         raise BadArtifact(f"{file} does not describe a router; {AGAIN}") from error

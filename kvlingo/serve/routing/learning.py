@@ -108,8 +108,8 @@ def fitted(rows: Sequence[Labelled], seed: int, cut: float = 0.5) -> Classifier:
     mean, scale = scaling(values[:, : len(NAMES)])
     values[:, : len(NAMES)] = (values[:, : len(NAMES)] - mean) / scale
     model.fit(values, np.array([row.big for row in rows]))
-    numbers = (mean, scale, model.coef_[0])
-    return Classifier(*(tuple(map(float, x)) for x in numbers), float(model.intercept_[0]), cut)
+    means, scales, weights = (tuple(map(float, numbers)) for numbers in (mean, scale, model.coef_[0]))
+    return Classifier(means, scales, weights, float(model.intercept_[0]), cut)
 
 
 def scaling(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -182,10 +182,12 @@ def point(scores: Tensor, needed: Tensor, cut: float, weights: Tensor) -> dict[s
 
 
 def gain_area(scores: Tensor, needed: Tensor, weights: Tensor) -> Estimate | None:
-    """Return the area under the share of needed big answers that are given, over the share of requests that go to the big model."""
+    """Return the area under the share of needed big answers given, over the share of requests that go to the big model."""
     point_value = areas(scores, needed, torch.ones(1, len(scores), dtype=torch.float64))
     drawn = areas(scores, needed, weights)
-    ends = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))  # NaN where a resample had none that is needed
+    ends = drawn.quantile(
+        torch.tensor([0.025, 0.975], dtype=torch.float64)
+    )  # NaN where a resample had none that is needed
     return as_estimate(float(point_value), 1.0, *map(float, ends))
 
 
@@ -206,13 +208,17 @@ def lines(report: dict[str, Any]) -> list[str]:
     """Return the report as lines for a person."""
     costs = [p["cost"]["mean"] for p in report["curve"]]
     start = 1 - report["share_labelled_big"]
-    found = [f"{report['rows']} rows, {report['prompts']} prompts, {report['folds']} folds; all figures on rows left out"]
+    found = [
+        f"{report['rows']} rows, {report['prompts']} prompts, {report['folds']} folds; all figures on rows left out"
+    ]
     found.append("to big   good enough                 drawing lots")
     for at, p in zip(costs, report["curve"], strict=True):
         found.append(f"{at:6.2f}   {shown(p['quality']):26}  {start + at * (1 - start):.3f}")
     found.append(f"area of the gain: {shown(report['gain_area'])}; drawing lots: 0.500")
     chosen = report["chosen"]
-    found.append(f"chosen: P(big) ≥ {chosen['cut']:.3f}: {shown(chosen['cost'])} to big, {shown(chosen['quality'])} good enough")
+    found.append(
+        f"chosen: P(big) ≥ {chosen['cut']:.3f}: {shown(chosen['cost'])} to big, {shown(chosen['quality'])} good enough"
+    )
     found.append(f"verdict: {report['verdict']}" + (f", {report['reason']}" if report["reason"] else ""))
     return found
 

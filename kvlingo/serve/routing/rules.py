@@ -1,7 +1,7 @@
 """The file of rules: when a switch translates, and the limits of the routers.
 
-Knows TOML. `kvlingo calibrate` writes the part about switches; the rest is written by hand. A table or a name that nobody reads is
-an error.
+Knows TOML. `kvlingo calibrate` writes the part about switches; the rest is written by hand. A table or a name that nobody reads
+is an error.
 """
 
 from __future__ import annotations
