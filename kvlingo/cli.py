@@ -34,6 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+route = typer.Typer(no_args_is_help=True, help="Fit and compare routers: who answers a request for the model auto.")
+app.add_typer(route, name="route")
 
 
 class Map(StrEnum):
@@ -51,6 +53,15 @@ class Storage(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     int8 = "int8"
+
+
+class Routing(StrEnum):
+    """Who decides which model answers `auto`."""
+
+    explicit = "explicit"
+    threshold = "threshold"
+    cascade = "cascade"
+    learned = "learned"
 
 
 class Control(StrEnum):
@@ -78,6 +89,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, 
 Sink = Annotated[int, typer.Option(min=0, help="First tokens that the target reads itself.")]
 Tail = Annotated[int, typer.Option(min=1, help="Last tokens that the target reads itself.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of all that is drawn at random.")]
+Served = Annotated[
+    list[str] | None, typer.Option("--model", metavar="NAME=MODEL", help=f"Serve a {MODEL} by a name; repeatable.")
+]
+Translators = Annotated[
+    list[Path] | None,
+    typer.Option("--translator", metavar="DIR", help="What `kvlingo fit` wrote for two of them; repeatable."),
+]
 NativeLayers = Annotated[int, typer.Option(min=0, help="First layers that the target computes itself.")]
 
 
@@ -365,13 +383,8 @@ def demo(
 
 @app.command()
 def serve(
-    model: Annotated[
-        list[str] | None, typer.Option("--model", metavar="NAME=MODEL", help=f"Serve a {MODEL} by a name; repeatable.")
-    ] = None,
-    translator: Annotated[
-        list[Path] | None,
-        typer.Option("--translator", metavar="DIR", help="What `kvlingo fit` wrote for two of them; repeatable."),
-    ] = None,
+    model: Served = None,
+    translator: Translators = None,
     config: Annotated[
         Path | None,
         typer.Option(help="TOML file of settings; the environment (KVLINGO_PORT, …) and flags go before it."),
@@ -387,6 +400,22 @@ def serve(
     rate: Annotated[int | None, typer.Option(help="Requests a minute for each key. Default: no limit.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Of an answer whose request names none. Default: 1024.")
+    ] = None,
+    router: Annotated[
+        Routing | None,
+        typer.Option(
+            help="Who decides which model answers auto: nobody, length and turn, the small model's own doubt, or what "
+            "`kvlingo route fit` learned. Default: explicit, auto is refused.",
+            show_default=False,
+        ),
+    ] = None,
+    small: Annotated[str | None, typer.Option(help="The router's small model. Default: small.")] = None,
+    big: Annotated[str | None, typer.Option(help="The router's big model. Default: big.")] = None,
+    rules: Annotated[
+        Path | None, typer.Option(help="TOML file of limits: [[switch]] (`kvlingo calibrate`), [threshold], [cascade].")
+    ] = None,
+    learned: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="What `kvlingo route fit` wrote, for the router learned.")
     ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option("--cors-origin", help="Page that may call from a browser; repeatable.")
@@ -407,6 +436,11 @@ def serve(
         "anyone": anyone,
         "rate_per_minute": rate,
         "max_tokens": max_tokens,
+        "router": None if router is None else router.value,
+        "small": small,
+        "big": big,
+        "rules": rules,
+        "learned": learned,
         "cors_origins": cors_origin,
         "drain_s": drain,
         "dtype": dtype,
@@ -431,6 +465,119 @@ def serve(
         from kvlingo.serve.loading import build_engine
 
         gateway.serve(settings, partial(build_engine, settings, tell))
+
+
+@app.command()
+def calibrate(
+    out: Annotated[
+        Path, typer.Option(help="TOML file of rules to write, for `kvlingo serve --rules`.", show_default=False)
+    ],
+    model: Served = None,
+    translator: Translators = None,
+    lengths: Annotated[str, typer.Option(help="Lengths to measure, in tokens.")] = "128,256,512,1024,2048",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each, to take the medians of.")] = 3,
+    text: Texts = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the rules that are there.")] = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time hand-overs and re-prefills of the models to be served; write from which length on a switch translates."""
+    with stoppable(f"{out} is unchanged; run the same command again"):
+        from dataclasses import asdict
+
+        from kvlingo.jobs import Where
+        from kvlingo.serve import calibrating, settings
+        from kvlingo.serve.routing.rules import NEVER
+
+        found = calibrating.calibrate(
+            settings.read_value("models", model or [], "the command line"),
+            translator or [],
+            out,
+            lengths=numbers(lengths, "--lengths"),
+            repeats=repeats,
+            texts=text or [],
+            where=Where(device, dtype),
+            overwrite=overwrite,
+            tell=tell,
+        )
+    for each in found:
+        typer.echo(
+            f"{each.source} → {each.target}: reads again up to {each.reprefill_up_to} tokens, translates from "
+            + (f"{each.translate_from}" if each.translate_from < NEVER else "no length that was measured")
+        )
+    emit({"switch": [asdict(each) for each in found]}, as_json)
+
+
+@route.command("fit")
+def route_fit(
+    data: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DATA.jsonl",
+            help='Rows {"prompt": text, "label": "small"|"big"}, or with "messages": which model is to answer.',
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to save the router to.", show_default=False)],
+    big_share: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Largest share of requests to send to the big model. Default: that of the rows.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Seed = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the router that is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Fit the router `learned`; print its cost and quality on rows left out. Exit code 3 where it beats no lots."""
+    with stoppable("nothing was written"):
+        from kvlingo.serve.routing import learning
+
+        report = learning.fit_router(data, out, big_share=big_share, seed=seed, overwrite=overwrite)
+    for line in learning.lines(report):
+        typer.echo(line)
+    emit(report, as_json)
+    if report["verdict"] != "PASS":
+        raise typer.Exit(FAILED)
+
+
+@route.command("eval")
+def route_eval(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECORDED.jsonl",
+            help='Rows with "prompt" or "messages", and for "small" and "big" {"quality": 0 to 1, "cost", "ms"}; '
+            '"mean_logprob" of small for the cascade; "cluster" for rows that belong together.',
+            show_default=False,
+        ),
+    ],
+    rules: Annotated[
+        Path | None, typer.Option(help="The server's file of limits. Default: the routers' own.", show_default=False)
+    ] = None,
+    learned: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="What `kvlingo route fit` wrote, to be compared too.", show_default=False),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write the report to, as JSON.", show_default=False)] = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare routers on recorded answers with always small, always big and a coin: quality, cost, time."""
+    with stoppable("nothing was written"):
+        from kvlingo.files import write_file
+        from kvlingo.serve.routing import comparing
+
+        report = comparing.compare_file(file, rules=rules, learned=learned, seed=seed)
+        if out:
+            write_file(out, (json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    for line in comparing.lines(report):
+        typer.echo(line)
+    emit(report, as_json)
 
 
 # --- what comes out --------------------------------------------------------------------------------------------------

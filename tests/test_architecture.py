@@ -27,19 +27,27 @@ ORDER = re.findall(
 SERVE_ORDER = re.findall(
     r"\w+",
     """
-    protocol settings keys sessions sampling decoding switching engine loading schema replies answering metrics doors speaking
-    gateway
+    protocol settings keys sessions sampling decoding switching engine routing loading calibrating schema replies answering
+    metrics doors speaking gateway
     """,
+)
+
+# The same for the routers, `kvlingo/serve/routing/`.
+ROUTING_ORDER = re.findall(
+    r"\w+", "choosing threshold cascade features learned rules routed building rows learning comparing"
 )
 
 # The web framework ends here: everything else sees an `Engine`, a body or plain ASGI.
 MAY_IMPORT_FASTAPI = {"gateway"}
 
+# scikit-learn fits a router here; serving one needs no part of it.
+MAY_IMPORT_SKLEARN = {"learning"}
+
 # Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen
 # through these two.
 MAY_IMPORT_TRANSFORMERS = {"cache", "models"}
 
-HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "matplotlib", "fastapi")
+HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "matplotlib", "fastapi", "sklearn")
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:root|home|work|opt|tmp|mnt|Users)/\w")
 REGISTRY_HOST = re.compile(r"(?:pypi|pythonhosted|npmjs|deb\.debian)\.(?:org|com)")
@@ -58,12 +66,18 @@ NOT_OURS = {
 }
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-SERVE_SOURCES = sorted((PACKAGE / "serve").glob("*.py"))
+SERVE_SOURCES = sorted((PACKAGE / "serve").rglob("*.py"))
+ROUTING_SOURCES = sorted((PACKAGE / "serve" / "routing").glob("*.py"))
 
 
 def name_of(source: Path) -> str:
     """kvlingo/cache.py -> cache; kvlingo/serve/router.py -> serve."""
     return source.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def serve_name_of(source: Path) -> str:
+    """kvlingo/serve/engine.py -> engine; kvlingo/serve/routing/rules.py -> routing."""
+    return source.relative_to(PACKAGE / "serve").parts[0].removesuffix(".py")
 
 
 def tree_of(source: Path) -> ast.Module:
@@ -115,23 +129,52 @@ def test_a_module_imports_only_from_those_above_it(source: Path) -> None:
 
 
 def test_every_module_of_the_gateway_has_its_place_in_its_order() -> None:
-    modules = {source.stem for source in SERVE_SOURCES} - {"__init__"}
+    modules = {serve_name_of(source) for source in SERVE_SOURCES} - {"__init__"}
     assert modules <= set(SERVE_ORDER), "give the new module its place in SERVE_ORDER"
+    assert {source.stem for source in ROUTING_SOURCES} - {"__init__"} == set(ROUTING_ORDER)
 
 
-@pytest.mark.parametrize("source", SERVE_SOURCES, ids=lambda p: p.stem)
+def imported_below(source: Path, package: str, order: list[str], name: str) -> set[str]:
+    """Return the modules of a package that `name` imports and that don't stand above it."""
+    names = [found.split(".") for found in imported(ast.walk(tree_of(source)))]
+    start = package.split(".")
+    beside = {found[len(start)] for found in names if found[: len(start)] == start and len(found) > len(start)}
+    place = order.index(name) if name in order else 0
+    return {other for other in beside & set(order) - {name} if order.index(other) > place}
+
+
+@pytest.mark.parametrize("source", SERVE_SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
 def test_a_module_of_the_gateway_imports_only_from_those_above_it(source: Path) -> None:
     names = [name.split(".") for name in imported(ast.walk(tree_of(source)))]
     assert ["kvlingo", "cli"] not in [name[:2] for name in names]
-    beside = {name[2] for name in names if name[:2] == ["kvlingo", "serve"] and len(name) > 2} & set(SERVE_ORDER)
-    below = {other for other in beside if SERVE_ORDER.index(other) >= SERVE_ORDER.index(source.stem)}
+    below = imported_below(source, "kvlingo.serve", SERVE_ORDER, serve_name_of(source))
     assert not below, f"{source.stem} imports from below: {sorted(below)}"
+
+
+@pytest.mark.parametrize("source", ROUTING_SOURCES, ids=lambda p: p.stem)
+def test_a_router_imports_only_from_those_above_it(source: Path) -> None:
+    below = imported_below(source, "kvlingo.serve.routing", ROUTING_ORDER, source.stem)
+    assert not below, f"{source.stem} imports from below: {sorted(below)}"
+
+
+def test_the_order_is_seen_to_be_broken() -> None:
+    engine = PACKAGE / "serve" / "engine.py"
+    assert imported_below(engine, "kvlingo.serve", [*SERVE_ORDER[::-1]], "engine")
 
 
 @pytest.mark.parametrize("source", SERVE_SOURCES, ids=lambda p: p.stem)
 def test_the_web_framework_sits_in_one_module(source: Path) -> None:
     names = {name.split(".")[0] for name in imported(ast.walk(tree_of(source)))}
     assert not names & {"fastapi", "uvicorn"} or source.stem in MAY_IMPORT_FASTAPI
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_scikit_learn_sits_in_one_module(source: Path) -> None:
+    tree = tree_of(source)
+    named = any("sklearn" in ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call))
+    at_top = {name.split(".")[0] for name in imported(iter(tree.body))}
+    assert "sklearn" not in at_top, "import it where it is used: it is an extra"
+    assert not named or source.stem in MAY_IMPORT_SKLEARN
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
@@ -165,7 +208,9 @@ def test_import_is_light() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["fit", "--help"], ["demo", "--help"], ["serve", "--help"]], ids=" ".join
+    "arguments",
+    [["--help"], ["fit", "--help"], ["demo", "--help"], ["serve", "--help"], ["route", "fit", "--help"]],
+    ids=" ".join,
 )
 def test_help_is_light(arguments: list[str]) -> None:
     code = f"sys.argv = {['kvlingo', *arguments]}\nfrom kvlingo.cli import main\nmain()"

@@ -32,7 +32,7 @@ from kvlingo.errors import BadInput
 from kvlingo.serve.doors import GONE, LOG, Door, Gate, JsonLines, fault_response, json_bytes, note_of
 from kvlingo.serve.keys import Keys, Rate
 from kvlingo.serve.metrics import CONTENT_TYPE, Figures
-from kvlingo.serve.protocol import Engine, ModelInfo, Unavailable, UnknownModel
+from kvlingo.serve.protocol import AUTO, Engine, ModelInfo, NoRouter, Unavailable, UnknownModel
 from kvlingo.serve.replies import Fault, TooLarge, TooSlow, WrongType, chat_shape, fault_of, text_shape
 from kvlingo.serve.schema import ChatBody, Common, CompletionBody, Order, Refused, order, read_body
 from kvlingo.serve.settings import LOOPBACK, Settings
@@ -66,6 +66,8 @@ class Gateway:
     def model(self, name: str) -> ModelInfo:
         """Return a model by name."""
         infos = {info.name: info for info in self.engine.models()}
+        if name == AUTO and name not in infos:
+            raise NoRouter(list(infos))
         if name not in infos:
             raise UnknownModel(f"no model {name[:80]!r} here; there are: {', '.join(infos)}")
         return infos[name]
@@ -110,7 +112,7 @@ class Gateway:
         """Describe one model."""
         try:
             return as_json(described(self.model(request.path_params["name"])))
-        except UnknownModel as error:
+        except (NoRouter, UnknownModel) as error:
             return fault_response(noted_fault(error, "model", note_of(request.scope)))
 
     async def healthz(self) -> Response:

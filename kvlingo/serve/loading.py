@@ -7,6 +7,7 @@ that say why.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
@@ -15,18 +16,26 @@ from kvlingo.jobs import Where
 from kvlingo.manifest import Manifest
 from kvlingo.models import LanguageModel, load_model, quiet_loading
 from kvlingo.serve.engine import Limits, LocalEngine
+from kvlingo.serve.routing.building import build_router
+from kvlingo.serve.routing.routed import RoutedEngine
+from kvlingo.serve.routing.rules import Calibrated, Rules, read_rules
 from kvlingo.serve.settings import Settings
-from kvlingo.serve.switching import Link
+from kvlingo.serve.switching import Link, Rule
 from kvlingo.store import load_translator, read_manifest
 
 Tell = Callable[[str], None]
 
 
-def build_engine(settings: Settings, tell: Tell) -> LocalEngine:
-    """Load the engine that the settings describe."""
+def build_engine(settings: Settings, tell: Tell) -> LocalEngine | RoutedEngine:
+    """Load the engine that the settings describe. What can be wrong with a router comes first: models take long to load."""
+    rules = read_rules(settings.rules) if settings.rules else Rules()
+    router = build_router(settings, rules)
     limits = Limits(max_rows=settings.max_rows, max_queue=settings.max_queue, cache_bytes=settings.cache_bytes)
     where = Where(settings.device, settings.dtype)
-    return load_engine(settings.models, settings.translators, where=where, limits=limits, tell=tell)
+    engine = load_engine(
+        settings.models, settings.translators, where=where, limits=limits, switches=rules.switches, tell=tell
+    )
+    return RoutedEngine(engine, router) if router else engine
 
 
 def load_engine(
@@ -35,16 +44,43 @@ def load_engine(
     *,
     where: Where | None = None,
     limits: Limits | None = None,
+    switches: Sequence[Calibrated] = (),
     tell: Tell = lambda _: None,
 ) -> LocalEngine:
     """Load models (served name → hub id, folder or .gguf file) and translators' folders into an engine."""
-    where = where or Where()
+    loaded = load_models(models, where or Where(), tell)
+    links = links_between(loaded, translators, tell)
+    return LocalEngine(loaded, with_rules(links, loaded, switches), limits)
+
+
+def load_models(models: Mapping[str, str], where: Where, tell: Tell) -> dict[str, LanguageModel]:
+    """Load models by the names they are served by."""
     quiet_loading()
     loaded: dict[str, LanguageModel] = {}
     for name, place in models.items():
         tell(f"loading {name}: {place}")
         loaded[name] = load_model(place, device=where.device, dtype=where.dtype)
-    return LocalEngine(loaded, links_between(loaded, translators, tell), limits)
+    return loaded
+
+
+def with_rules(
+    links: Sequence[Link], models: Mapping[str, LanguageModel], switches: Sequence[Calibrated]
+) -> list[Link]:
+    """Give each translator what was measured for it. Raises `BadInput` for figures of a pair that is not served."""
+    found = {(link.source, link.target): link for link in links}
+    for each in switches:
+        link = found.get((each.source, each.target))
+        if link is None:
+            raise BadInput(f"the rules have {each.source} → {each.target}, and no translator for it is served")
+        fingerprints = (models[each.source].fingerprint, models[each.target].fingerprint)
+        if fingerprints != (each.source_fingerprint, each.target_fingerprint):
+            raise BadInput(
+                f"{each.source} → {each.target} was calibrated with other weights; run kvlingo calibrate again"
+            )
+        if link.rule is not None:
+            raise BadInput(f"the rules have {each.source} → {each.target} twice; give it once")
+        found[each.source, each.target] = replace(link, rule=Rule(each.reprefill_up_to, each.translate_from))
+    return list(found.values())
 
 
 def links_between(models: Mapping[str, LanguageModel], folders: Sequence[Path], tell: Tell) -> list[Link]:

@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol
 
 Mode = Literal["auto", "translate", "reprefill"]
 Message = Mapping[str, Any]
+AUTO = "auto"
+"""The model of a request that leaves it to a router who answers."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,21 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Route:
+    """Why this model answers a request that left it open.
+
+    Fields:
+        asked: the name that was asked for.
+        discarded_tokens: what another model had said before, which nobody saw.
+    """
+
+    asked: str
+    router: str
+    reason: str
+    discarded_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class Begun:
     """Told before the first token.
 
@@ -62,6 +79,7 @@ class Begun:
         recomputed_tokens: the rest: sinks, tail, re-prefill.
         hops: how often the least trusted span was translated.
         fallback: why nothing was translated although it was to be, or None.
+        route: how this model was chosen; None where the request named it.
     """
 
     model: str
@@ -72,6 +90,7 @@ class Begun:
     hops: int
     source: str | None
     fallback: str | None
+    route: Route | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +139,13 @@ class UnknownModel(KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class NoRouter(Exception):
+    """`auto` where no router decides: 400 naming what there is."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(f"no router decides here who answers {AUTO!r}; name one of: {', '.join(names)}")
 
 
 class Busy(Exception):

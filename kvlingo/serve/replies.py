@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from kvlingo.errors import BadInput
@@ -18,6 +18,7 @@ from kvlingo.serve.protocol import (
     Busy,
     Done,
     Event,
+    NoRouter,
     Piece,
     TokenInfo,
     TooLong,
@@ -99,6 +100,8 @@ def fault_of(error: BaseException, prompt_field: str = "messages") -> Fault:
             return Fault(error.status, bad, str(error), None, error.code)
         case UnknownModel():
             return Fault(404, bad, str(error), "model", "model_not_found")
+        case NoRouter():
+            return Fault(400, bad, str(error), "model", "no_router")
         case TooLong():
             return Fault(400, bad, str(error), prompt_field, "context_length_exceeded")
         case Unsupported():
@@ -149,8 +152,10 @@ class Tally:
         return [begun for index, begun in sorted(self.begun.items()) if index in self.leaders]
 
     def model(self) -> str:
-        """Return the model that answers."""
-        return self.firsts()[0].model
+        """Return the model that answers; where a router chose several, the name that was asked for."""
+        first = self.firsts()[0]
+        mixed = any(begun.model != first.model for begun in self.begun.values())
+        return first.route.asked if mixed and first.route else first.model
 
     def usage(self) -> Json:
         """Return OpenAI's count of tokens; a prompt counts once however many choices it has."""
@@ -175,7 +180,17 @@ class Tally:
             "source": next((begun.source for begun in firsts if begun.source), None),
             "fallback": next((begun.fallback for begun in firsts if begun.fallback), None),
             "ttft_ms": round(min((self.done[i].ttft_ms for i in self.leaders if i in self.done), default=0.0), 3),
+            **self.routes(),
         }
+
+    def routes(self) -> Json:
+        """Return why who answers which choice, where that was a router's to decide."""
+        routes = [
+            {"index": index, "model": begun.model, **asdict(begun.route)}
+            for index, begun in sorted(self.begun.items())
+            if begun.route
+        ]
+        return {"routes": routes} if routes else {}
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 from kvlingo.errors import BadInput
 
 PREFIX = "KVLINGO_"
+ROUTERS = ("explicit", "threshold", "cascade", "learned")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -32,6 +33,10 @@ class Settings:
         max_rows, max_queue: choices that decode together, and choices of one key that wait, for each model.
         cache_bytes: of what all conversations were read as.
         max_tokens: of an answer whose request names none.
+        router: who decides which model answers a request for `auto`; explicit: nobody, it is refused.
+        rules: TOML file of limits, of switches (`kvlingo calibrate` writes those) and of the router.
+        learned: folder that `kvlingo route fit` wrote, for the router learned.
+        small, big: the models that the router chooses between, if not those served as small and big.
         cors_origins: pages of other hosts that may call from a browser; those of this computer always may.
         drain_s: how long running answers may go on after SIGTERM.
         keepalive_s: silence in a stream after which a comment is sent.
@@ -51,6 +56,11 @@ class Settings:
     max_rows: int = 8
     max_queue: int = 64
     cache_bytes: int = 2 << 30
+    router: str = "explicit"
+    rules: Path | None = None
+    learned: Path | None = None
+    small: str | None = None
+    big: str | None = None
     cors_origins: tuple[str, ...] = ()
     drain_s: float = 30.0
     keepalive_s: float = 10.0
@@ -81,6 +91,34 @@ class Settings:
             raise BadInput(
                 f"host {self.host} without API keys would let everyone on the network in; "
                 f"give --keys FILE, or --anyone if that is meant"
+            )
+        self._check_router()
+
+    @property
+    def routed_models(self) -> tuple[str, str]:
+        """Return the names of the small and the big model of the router."""
+        return self.small or "small", self.big or "big"
+
+    def _check_router(self) -> None:
+        if self.router not in ROUTERS:
+            raise BadInput(f"router is {self.router!r}; give one of: {', '.join(ROUTERS)}")
+        if (self.learned is None) == (self.router == "learned"):
+            raise BadInput(
+                "--router learned and --learned FOLDER (what kvlingo route fit wrote) go together; give both"
+            )
+        if self.router == "explicit":
+            needless = next((name for name in ("small", "big") if getattr(self, name)), None)
+            if needless:
+                raise BadInput(f"--{needless} is for a router; give --router, or leave it out")
+            return
+        small, big = self.routed_models
+        if small == big:
+            raise BadInput(f"--small and --big are both {small!r}; a router chooses between two models")
+        missing = next((name for name in (small, big) if name not in self.models), None)
+        if missing:
+            raise BadInput(
+                f"the router {self.router} chooses between {small!r} and {big!r}, and {missing!r} is not served; "
+                "name the two with --small and --big"
             )
 
 
@@ -209,6 +247,11 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "max_rows": whole,
     "max_queue": whole,
     "cache_bytes": whole,
+    "router": text,
+    "rules": path,
+    "learned": path,
+    "small": text,
+    "big": text,
     "cors_origins": several,
     "drain_s": seconds,
     "keepalive_s": seconds,

@@ -34,12 +34,18 @@ READ = "the model read it"
 
 @dataclass(frozen=True)
 class Link:
-    """A way from one model's cache to another's. `refusal`: why it is not to be used (a failed report), or None."""
+    """A way from one model's cache to another's.
+
+    Fields:
+        refusal: why it is not to be used (a failed report), or None.
+        rule: what was measured for it; None: the engine's.
+    """
 
     source: str
     target: str
     translator: Translator
     refusal: str | None = None
+    rule: Rule | None = None
 
 
 @dataclass(frozen=True)
@@ -168,10 +174,10 @@ class Switch:
             offer = self._offer(prompt, link, len(prompt.reading), native)
             if offer is None:
                 continue
-            refusal = link.refusal or _moving(offer.source.lm)
+            refusal = link.refusal or moving(offer.source.lm)
             if refusal is None:
                 offers.append(offer)
-            elif offer.spared > self._rule.reprefill_up_to or prompt.request.dial.mode == "translate":
+            elif offer.spared > (link.rule or self._rule).reprefill_up_to or prompt.request.dial.mode == "translate":
                 reason = f"the translator from {link.source}: {refusal}"
         return offers, reason
 
@@ -197,9 +203,10 @@ class Switch:
         return Offer(link, source, best.snapshot, state, spared(best), tokens - tokens * best.tokens // len(reading))
 
     def _pays(self, offer: Offer, target: Side, tokens: int, native: int, dial: Dial) -> bool:
-        if dial.mode == "translate" or offer.spared >= self._rule.translate_from:
+        rule = offer.link.rule or self._rule
+        if dial.mode == "translate" or offer.spared >= rule.translate_from:
             return True
-        if offer.spared <= self._rule.reprefill_up_to:
+        if offer.spared <= rule.reprefill_up_to:
             return False
         tail = max(dial.tail, offer.unread)
         handing = handoff_flops(target.cost, map_weights(offer.link.translator), tokens, sink=dial.sink, tail=tail)
@@ -242,7 +249,7 @@ def _cut(match: Match, lm: LanguageModel) -> object:
     return truncate(match.snapshot.state.cache, match.tokens, lm.geometry, lm.model.config)
 
 
-def _moving(lm: LanguageModel) -> str | None:
+def moving(lm: LanguageModel) -> str | None:
     """Say why a cache can't be read while its model runs: its rotary module changes with what it reads."""
     if lm.geometry.angle_limit is None:
         return None

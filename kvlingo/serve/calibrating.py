@@ -1,0 +1,157 @@
+"""Measure where translating begins to pay: `kvlingo calibrate`.
+
+Knows models, translators and times. Both ways are timed in one process, in turn, from the same text (`timing`); what is concluded
+holds for this machine and these weights, and the file says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from kvlingo.environment import environment_card
+from kvlingo.errors import BadInput
+from kvlingo.files import write_file
+from kvlingo.handoff import hand_off, read_conversation, read_native
+from kvlingo.jobs import Where, gather
+from kvlingo.models import LanguageModel
+from kvlingo.serve.loading import links_between, load_models
+from kvlingo.serve.routing.rules import NEVER, Calibrated, Measured, read_rules, written
+from kvlingo.serve.switching import Link, Rule, moving
+from kvlingo.texts import Document
+from kvlingo.timing import FirstToken, time_to_first_token
+
+Tell = Callable[[str], None]
+CHARS_PER_TOKEN = 8
+"""More than any tokenizer needs for prose: a text is cut from so many characters a token."""
+
+
+def calibrate(
+    models: Mapping[str, str],
+    translators: Sequence[Path],
+    out: Path,
+    *,
+    lengths: Sequence[int],
+    repeats: int,
+    texts: Sequence[Path],
+    where: Where,
+    overwrite: bool,
+    tell: Tell,
+) -> list[Calibrated]:
+    """Load what is to be served, measure every way that has a translator, write the rules."""
+    if not translators:
+        raise BadInput("no translator to measure; give at least one: --translator DIR")
+    if out.exists() and not overwrite:
+        raise BadInput(f"{out} is there already; choose another place with --out, or give --overwrite")
+    text = joined(gather(texts), max(lengths) * CHARS_PER_TOKEN)
+    loaded = load_models(models, where, tell)
+    links = usable(links_between(loaded, translators, tell), loaded, tell)
+    found = [measure(link, loaded, text, lengths, repeats, tell) for link in links]
+    card = environment_card()
+    notes = [
+        "Written by kvlingo calibrate, for kvlingo serve --rules. Times are medians; below reprefill_up_to spared tokens",
+        "a switch reads again, from translate_from on it translates, between them the arithmetic of cost decides.",
+        f"{card['cpu']}, {card['threads']} threads, {card['accelerator'] or 'no accelerator'}, torch {card['torch']}",
+    ]
+    write_file(out, written(found, notes).encode())
+    read_rules(out)  # what was written can be read, or it is seen here and not when the server starts
+    return found
+
+
+def usable(links: Sequence[Link], models: Mapping[str, LanguageModel], tell: Tell) -> list[Link]:
+    """Return the ways that a server would use; say why not of the others. Raises `BadInput` when none is left."""
+    found = []
+    for link in links:
+        refusal = link.refusal or models[link.target].target_refusal or moving(models[link.source])
+        if refusal:
+            tell(f"{link.source} → {link.target} is not measured: {refusal}")
+        else:
+            found.append(link)
+    if not found:
+        raise BadInput("no translator that a server would use; see the lines above")
+    return found
+
+
+def joined(documents: Sequence[Document], chars: int) -> str:
+    """Return the first `chars` characters of documents, one after another. Raises `BadInput` where they are fewer."""
+    text, size = list[str](), 0
+    for document in documents:
+        if size >= chars:
+            break
+        text.append(document.text)
+        size += len(document.text) + 2
+    whole = "\n\n".join(text)[:chars]
+    if len(whole) < chars:
+        raise BadInput(
+            f"the texts have {len(whole)} characters, the longest length needs {chars}; give more with --text"
+        )
+    return whole
+
+
+@torch.no_grad()
+def measure(
+    link: Link,
+    models: Mapping[str, LanguageModel],
+    text: str,
+    lengths: Sequence[int],
+    repeats: int,
+    tell: Tell,
+) -> Calibrated:
+    """Time one way at every length that both models read."""
+    source, target = models[link.source], models[link.target]
+    rooms = [lm.geometry.max_positions for lm in (source, target)]
+    room = min((r for r in rooms if r is not None), default=None)
+    fitting = [length for length in sorted(set(lengths)) if room is None or length < room]
+    if not fitting:
+        raise BadInput(f"{link.source} → {link.target}: no length below the {room} tokens that both models read")
+    measured = []
+    for length in fitting:
+        times = timed(cut(text, source, target, length), source, target, link, repeats)
+        measured.append(Measured(times.tokens, times.handoff_ms, times.reprefill_ms))
+        tell(
+            f"{link.source} → {link.target}, {times.tokens} tokens: hand-over {times.handoff_ms:.1f} ms, "
+            f"re-prefill {times.reprefill_ms:.1f} ms"
+        )
+    rule = concluded(measured)
+    return Calibrated(
+        link.source,
+        link.target,
+        source.fingerprint,
+        target.fingerprint,
+        rule.reprefill_up_to,
+        rule.translate_from,
+        tuple(measured),
+    )
+
+
+def cut(text: str, source: LanguageModel, target: LanguageModel, tokens: int) -> str:
+    """Return the beginning of a text that the wordier of both models reads as about `tokens` tokens, and never as more."""
+    part = text[: tokens * CHARS_PER_TOKEN]
+    while True:
+        longest = max(len(read_conversation(part, lm, add_generation_prompt=True)) for lm in (source, target))
+        if longest <= tokens:
+            return part
+        part = part[: min(len(part) - 1, len(part) * tokens // longest)]
+
+
+def timed(text: str, source: LanguageModel, target: LanguageModel, link: Link, repeats: int) -> FirstToken:
+    """Time one text. Raises `BadInput` where the hand-over is a re-prefill: its time would say nothing."""
+    state = read_native(text, source)
+    fallback = hand_off(text, source, target, link.translator, source_state=state).plan.fallback
+    if fallback:
+        raise BadInput(f"{link.source} → {link.target} can't be measured: {' '.join(fallback.split())}")
+    return time_to_first_token(text, source, target, link.translator, source_state=state, repeats=repeats)
+
+
+def concluded(measured: Sequence[Measured]) -> Rule:
+    """Return the rule: translate from the first length at which it was faster, there and at every longer one.
+
+    Where it was faster at none, it is not done up to the longest, and beyond by cost only.
+    """
+    slow = [row.tokens for row in measured if row.handoff_ms >= row.reprefill_ms]
+    if not slow:
+        return Rule(0, measured[0].tokens)
+    after = [row.tokens for row in measured if row.tokens > max(slow)]
+    return Rule(max(slow), min(after, default=NEVER))
