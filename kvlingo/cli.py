@@ -384,6 +384,18 @@ def serve(
     max_tokens: Annotated[
         int | None, typer.Option(help="Of an answer whose request names none. Default: 1024.")
     ] = None,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep on disk what memory has no room for, and all conversations over a restart. They can be read there: "
+            "choose a disk that only you read.",
+            show_default=False,
+        ),
+    ] = None,
+    cache_disk_bytes: Annotated[
+        int | None, typer.Option(metavar="N", help="Bytes that they may take there. Default: 8 GiB.")
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option("--cors-origin", help="Page that may call from a browser; repeatable.")
     ] = None,
@@ -403,6 +415,8 @@ def serve(
         "anyone": anyone,
         "rate_per_minute": rate,
         "max_tokens": max_tokens,
+        "cache_dir": cache_dir,
+        "cache_disk_bytes": cache_disk_bytes,
         "cors_origins": cors_origin,
         "drain_s": drain,
         "dtype": dtype,

@@ -27,7 +27,7 @@ ORDER = re.findall(
 SERVE_ORDER = re.findall(
     r"\w+",
     """
-    protocol settings keys sessions sampling decoding switching engine loading schema replies answering metrics doors speaking
+    protocol settings keys sessions freezing disk shelf sampling decoding switching engine loading schema replies answering metrics doors speaking
     gateway
     """,
 )

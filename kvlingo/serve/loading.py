@@ -14,8 +14,9 @@ from kvlingo.errors import BadInput
 from kvlingo.jobs import Where
 from kvlingo.manifest import Manifest
 from kvlingo.models import LanguageModel, load_model, quiet_loading
+from kvlingo.serve.disk import Disk
 from kvlingo.serve.engine import Limits, LocalEngine
-from kvlingo.serve.settings import Settings
+from kvlingo.serve.settings import CACHE_DISK_BYTES, Settings
 from kvlingo.serve.switching import Link
 from kvlingo.store import load_translator, read_manifest
 
@@ -26,7 +27,16 @@ def build_engine(settings: Settings, tell: Tell) -> LocalEngine:
     """Load the engine that the settings describe."""
     limits = Limits(max_rows=settings.max_rows, max_queue=settings.max_queue, cache_bytes=settings.cache_bytes)
     where = Where(settings.device, settings.dtype)
-    return load_engine(settings.models, settings.translators, where=where, limits=limits, tell=tell)
+    # First: a folder that can't be had need not wait for the models.
+    disk = Disk(settings.cache_dir, settings.cache_disk_bytes or CACHE_DISK_BYTES) if settings.cache_dir else None
+    if disk is not None:
+        tell(f"kept caches: {len(disk)} in {settings.cache_dir}, {disk.num_bytes / 1e6:,.1f} MB")
+    try:
+        return load_engine(settings.models, settings.translators, where=where, limits=limits, disk=disk, tell=tell)
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
 
 
 def load_engine(
@@ -35,6 +45,7 @@ def load_engine(
     *,
     where: Where | None = None,
     limits: Limits | None = None,
+    disk: Disk | None = None,
     tell: Tell = lambda _: None,
 ) -> LocalEngine:
     """Load models (served name → hub id, folder or .gguf file) and translators' folders into an engine."""
@@ -44,7 +55,7 @@ def load_engine(
     for name, place in models.items():
         tell(f"loading {name}: {place}")
         loaded[name] = load_model(place, device=where.device, dtype=where.dtype)
-    return LocalEngine(loaded, links_between(loaded, translators, tell), limits)
+    return LocalEngine(loaded, links_between(loaded, translators, tell), limits, disk)
 
 
 def links_between(models: Mapping[str, LanguageModel], folders: Sequence[Path], tell: Tell) -> list[Link]:
