@@ -396,6 +396,10 @@ def serve(
     cache_disk_bytes: Annotated[
         int | None, typer.Option(metavar="N", help="Bytes that they may take there. Default: 8 GiB.")
     ] = None,
+    heal: Annotated[
+        bool | None,
+        typer.Option("--heal", help="While nothing is asked for, read translated conversations again, exactly."),
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option("--cors-origin", help="Page that may call from a browser; repeatable.")
     ] = None,
@@ -417,6 +421,7 @@ def serve(
         "max_tokens": max_tokens,
         "cache_dir": cache_dir,
         "cache_disk_bytes": cache_disk_bytes,
+        "heal": heal,
         "cors_origins": cors_origin,
         "drain_s": drain,
         "dtype": dtype,

@@ -72,9 +72,7 @@ def judged_in_training(report: Mapping[str, Any]) -> str:
     if cosine:
         worst = f"worst layer {cosine['worst_layer_index']}: {cosine['worst_layer']:.3f}"
         lines.append(f"Attention-output cosine: {cosine['mean']:.3f} ({worst}).")
-    lines.append(
-        "These hand-overs also chose its weights: run `kvlingo eval` for figures on text that nothing was chosen by."
-    )
+    lines.append("These hand-overs also chose its weights: run `kvlingo eval` for figures on text that nothing was chosen by.")
     return "\n".join(f"- {line}" for line in lines)
 
 

@@ -216,7 +216,9 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": Family(
         "StarCoder2", "starcoder2", {**rope(), "sliding_window": W}, note="sliding window", without=("head_dim",)
     ),
-    "exaone4": Family("EXAONE 4", "exaone4", {**rope(), **MIXED}, note="sliding window, full layers without positions"),
+    "exaone4": Family(
+        "EXAONE 4", "exaone4", {**rope(), **MIXED}, note="sliding window, full layers without positions"
+    ),
     "glm4-moe": Family(
         "GLM-4.5",
         "glm4_moe",

@@ -27,8 +27,8 @@ ORDER = re.findall(
 SERVE_ORDER = re.findall(
     r"\w+",
     """
-    protocol settings keys sessions freezing disk shelf sampling decoding switching engine loading schema replies answering metrics doors speaking
-    gateway
+    protocol settings keys sessions freezing disk shelf sampling decoding healing switching engine loading schema replies answering
+    metrics doors speaking gateway
     """,
 )
 

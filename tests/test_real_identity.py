@@ -88,9 +88,7 @@ def test_positions_off_by_one_are_found_in_bfloat16(lm: LanguageModel, tokens: i
         return whole(*args, position_ids=position_ids, past_key_values=past_key_values, **kwargs)
 
     model.model.forward = misplaced
-    with pytest.raises(
-        UnsupportedModel, match=rf"reads {tokens} new tokens? after its own cache otherwise than without"
-    ):
+    with pytest.raises(UnsupportedModel, match=rf"reads {tokens} new tokens? after its own cache otherwise than without"):
         wrap(model, lm.tokenizer)
 
 

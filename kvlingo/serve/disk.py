@@ -1,7 +1,7 @@
 """Files of snapshots: found by token ids after a restart, bounded in bytes, never another tenant's.
 
-Knows names, checksums and room. A file's name is whose it is, which model's, and the checksum of all its bytes; who that is can't be
-read from it: names are keyed hashes, and the key stays in the folder. Does not know models or threads that write.
+Knows names, checksums and room. A file's name is whose it is, which model's, and the checksum of all its bytes; who that is
+can't be read from it: names are keyed hashes, and the key stays in the folder. Does not know models or threads that write.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from kvlingo.handoff import ModelState
 from kvlingo.models import LanguageModel
 from kvlingo.serve.decoding import Job, Lane, Started, clipped
 from kvlingo.serve.disk import Disk
+from kvlingo.serve.healing import Healer
 from kvlingo.serve.protocol import Done, Event, ModelInfo, Request, TooLong, Unavailable, UnknownModel, Unsupported
 from kvlingo.serve.sampling import check
 from kvlingo.serve.sessions import Sessions
@@ -45,12 +46,14 @@ class Limits:
         max_rows: requests that decode together, for each model.
         max_queue: requests of one tenant that wait, for each model.
         cache_bytes: of all snapshots.
+        heal: read approximate snapshots again, exactly, while no model has anything to do.
     """
 
     max_rows: int = 8
     max_queue: int = 64
     cache_bytes: int = 2 << 30
     rule: Rule = field(default_factory=Rule)
+    heal: bool = False
 
 
 class LocalEngine:
@@ -80,9 +83,17 @@ class LocalEngine:
         self._switch = Switch(self._sides, links, self._sessions, limits.rule, self._shelf)
         self._counts, self._counting = Counter[str](dict.fromkeys(COUNTED, 0)), threading.Lock()
         self._draining = False
-        self._lanes = {
-            name: Lane(lm, max_rows=limits.max_rows, max_queue=limits.max_queue) for name, lm in models.items()
-        }
+        self._healers = [Healer(name, lm, self._sessions, self._is_busy) for name, lm in models.items() if limits.heal]
+        pauses = {healer.name: healer.do_a_piece for healer in self._healers}
+        self._lanes: dict[str, Lane] = {}
+        for name, lm in models.items():
+            self._lanes[name] = Lane(
+                lm, max_rows=limits.max_rows, max_queue=limits.max_queue, when_idle=pauses.get(name)
+            )
+
+    def _is_busy(self) -> bool:
+        """Tell whether any model has something to do: all share the same cores or the same accelerator."""
+        return any(sum(lane.load.values()) for lane in list(self._lanes.values()))
 
     def models(self) -> Sequence[ModelInfo]:
         """List the models."""
@@ -156,7 +167,10 @@ class LocalEngine:
         self._sessions.keep(prompt.place(name), state, self._sides[name].lm.geometry)
 
     def stats(self) -> Mapping[str, float]:
-        """Return counters since the start, and gauges: `queued`, `running`, `cache_bytes`, `cache_snapshots`, `spill_…`."""
+        """Return counters since the start, and gauges: `queued`, `running`, `cache_bytes`, `cache_snapshots`.
+
+        With a disk `spill_…` too, with healing `heal_…`.
+        """
         total = Counter[str]()
         for lane in self._lanes.values():
             total.update(lane.load)
@@ -164,6 +178,8 @@ class LocalEngine:
         with self._counting:
             total.update(self._counts)
         total.update(self._shelf.stats() if self._shelf else {})
+        for healer in self._healers:
+            total.update(healer.counts)
         gauges = {"cache_bytes": self._sessions.num_bytes, "cache_snapshots": len(self._sessions)}
         return {name: float(value) for name, value in {**total, **gauges}.items()}
 

@@ -25,7 +25,12 @@ Tell = Callable[[str], None]
 
 def build_engine(settings: Settings, tell: Tell) -> LocalEngine:
     """Load the engine that the settings describe."""
-    limits = Limits(max_rows=settings.max_rows, max_queue=settings.max_queue, cache_bytes=settings.cache_bytes)
+    limits = Limits(
+        max_rows=settings.max_rows,
+        max_queue=settings.max_queue,
+        cache_bytes=settings.cache_bytes,
+        heal=settings.heal,
+    )
     where = Where(settings.device, settings.dtype)
     # First: a folder that can't be had need not wait for the models.
     disk = Disk(settings.cache_dir, settings.cache_disk_bytes or CACHE_DISK_BYTES) if settings.cache_dir else None

@@ -34,6 +34,7 @@ class Settings:
         cache_bytes: of what all conversations were read as.
         cache_dir, cache_disk_bytes: where what memory has no room for is kept, and what it may take there (8 GiB unless told).
         max_tokens: of an answer whose request names none.
+        heal: read approximate caches again, exactly, while nothing is asked for.
         cors_origins: pages of other hosts that may call from a browser; those of this computer always may.
         drain_s: how long running answers may go on after SIGTERM.
         keepalive_s: silence in a stream after which a comment is sent.
@@ -55,6 +56,7 @@ class Settings:
     cache_bytes: int = 2 << 30
     cache_dir: Path | None = None
     cache_disk_bytes: int | None = None
+    heal: bool = False
     cors_origins: tuple[str, ...] = ()
     drain_s: float = 30.0
     keepalive_s: float = 10.0
@@ -218,6 +220,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "cache_bytes": whole,
     "cache_dir": path,
     "cache_disk_bytes": whole,
+    "heal": truth,
     "cors_origins": several,
     "drain_s": seconds,
     "keepalive_s": seconds,

@@ -1,7 +1,7 @@
 """Snapshots that memory has no room for, on disk: written by one thread of its own, read again when a prompt needs them.
 
-Knows which model a place means, what is worth writing, and what is worth reading. Whatever goes wrong is counted by its reason, and
-the model reads the prompt instead.
+Knows which model a place means, what is worth writing, and what is worth reading. Whatever goes wrong is counted by its
+reason, and the model reads the prompt instead.
 """
 
 from __future__ import annotations
