@@ -17,7 +17,7 @@ ORDER = re.findall(
     r"\w+",
     """
     errors files gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck models batches
-    pairing plan cost texts stats ridge translator corpus metrics handoff generation timing shapes collecting judging fitting
+    pairing plan cost traffic texts stats ridge translator corpus metrics handoff generation timing shapes collecting judging fitting
     whitening objective distillation environment report evaluation manifest readme store workplace assets plots progress facts
     jobs trials sheets demo cli
     """,
