@@ -1,7 +1,7 @@
 """What hand-overs are worth to whoever pays for the accelerators: from traffic to prefill saved, users and cost.
 
-Knows arithmetic of cost and numbers that someone gives; no models. An estimate before anything runs: every number it rests on is in
-its result, so that it can be doubted one by one. Says nothing about quality.
+Knows arithmetic of cost and numbers that someone gives; no models. An estimate before anything runs: every number it rests on
+is in its result, so that it can be doubted one by one. Says nothing about quality.
 """
 
 from __future__ import annotations
@@ -206,12 +206,12 @@ def assumptions(target: Target, traffic: Traffic, accelerator: Accelerator) -> l
             f"{traffic.turns_per_user_hour:g} turns of a user in an hour"
         ),
         (
-            f"reading is bound by arithmetic: {accelerator.flops_share:.0%} of {accelerator.tflops:,g} TFLOP/s; 2 FLOPs for each of "
-            f"{target.cost.layer_weights / 1e6:,.1f} M decoder weights and token, and attention; no embedding, no head"
+            f"reading is bound by arithmetic: {accelerator.flops_share:.0%} of {accelerator.tflops:,g} TFLOP/s; 2 FLOPs for each "
+            f"of {target.cost.layer_weights / 1e6:,.1f} M decoder weights and token, and attention; no embedding, no head"
         ),
         (
-            f"the translator has {sum(target.map_weights) / 1e6:,.1f} M weights in its maps, as `kvlingo fit --map auto` would choose; "
-            "the target reads one first token and the message; the cheaper way is taken"
+            f"the translator has {sum(target.map_weights) / 1e6:,.1f} M weights in its maps, as `kvlingo fit --map auto` would "
+            "choose; the target reads one first token and the message; the cheaper way is taken"
         ),
         (
             f"answering is bound by memory: {accelerator.bandwidth_share:.0%} of {accelerator.gigabytes_per_s:,g} GB/s, "
