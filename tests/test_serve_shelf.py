@@ -8,12 +8,15 @@ import hashlib
 import os
 import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -38,6 +41,7 @@ from tests import tiny
 from tests.families import EXACT, SOURCE_ONLY
 from tests.families import language_model as family_model
 from tests.serving import ALWAYS, Answer, ask, assistant, closing, cold_ids, request_for, user
+from tests.test_serve_whole import listening
 
 LM = tiny.language_model("llama")
 ROOM = 1 << 30
@@ -559,3 +563,32 @@ def test_a_folder_that_cannot_be_had_is_told_before_models_are_loaded(tmp_path: 
     with pytest.raises(BadInput, match="nowhere"):
         build_engine(Settings(models={"a": str(tmp_path / "nowhere")}, cache_dir=tmp_path / "kept"), told.append)
     Disk(tmp_path / "kept", ROOM).close()  # it was let go of
+
+
+@contextlib.contextmanager
+def process(model: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `kvlingo serve` and yield it with its address."""
+    command = [sys.executable, "-m", "kvlingo.cli", "serve", "--model", f"a={model}", "--port", "0"]
+    command += ["--cache-dir", str(folder), "--cache-disk-bytes", "100000000", "--heal"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as run:
+        try:
+            assert run.stderr is not None
+            yield run, listening(run.stderr)
+        finally:
+            run.kill()
+
+
+def test_kvlingo_serve_remembers_over_a_restart_and_after_a_kill(model: str, tmp_path: Path) -> None:
+    body = {"model": "a", "prompt": tiny.text(40, seed=1), "max_tokens": 2}
+    native = []
+    for number, ending in enumerate((signal.SIGTERM, signal.SIGKILL, signal.SIGTERM)):
+        with process(model, tmp_path / "kept") as (run, url):
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            native.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            figures = httpx.get(f"{url}/metrics", timeout=60).text
+            assert f"kvlingo_engine_spill_read {float(number > 0)}" in figures
+            assert "kvlingo_engine_spill_dropped_corrupt 0.0" in figures
+            run.send_signal(ending)
+            assert run.wait(timeout=60) == (0 if ending is signal.SIGTERM else -signal.SIGKILL)
+    assert native[0] == 0
+    assert min(native[1:]) == answer["usage"]["prompt_tokens"] - 1
