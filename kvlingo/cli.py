@@ -360,6 +360,42 @@ def info(
 
 
 @app.command()
+def plan(
+    source: Model,
+    target: Model,
+    context: Annotated[
+        str, typer.Option(help="Tokens of conversations before a switch, or a file with one number a line.")
+    ] = "1000,4000,16000",
+    switch_share: Annotated[float, typer.Option(help="Share of the target's turns that come with a switch.")] = 0.2,
+    message: Annotated[int, typer.Option(help="Tokens of a message.")] = 100,
+    answer: Annotated[int, typer.Option(help="Tokens of an answer.")] = 300,
+    turns: Annotated[float, typer.Option(help="Turns of a user in an hour.")] = 20.0,
+    tflops: Annotated[
+        float, typer.Option(help="Peak of an accelerator. Default: an H100's data sheet, bfloat16.")
+    ] = 989.0,
+    bandwidth: Annotated[float, typer.Option(help="Peak of its memory, GB/s.")] = 3350.0,
+    flops_share: Annotated[float, typer.Option(help="Share of the peak that reading reaches.")] = 0.4,
+    bandwidth_share: Annotated[float, typer.Option(help="Share of the peak that answering reaches.")] = 0.6,
+    batch: Annotated[int, typer.Option(help="Answers written at once.")] = 32,
+    occupancy: Annotated[float, typer.Option(help="Share of the time in which it may work.")] = 0.7,
+    price: Annotated[float | None, typer.Option(help="Of an accelerator's hour, in any currency.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate what hand-overs are worth to a service: prefill saved, users gained, cost; no weights are loaded."""
+    with stoppable("nothing was written"):
+        from kvlingo import facts, sheets
+        from kvlingo.traffic import Accelerator, Traffic
+
+        traffic = Traffic(lengths(context), switch_share, message, answer, turns)
+        accelerator = Accelerator(
+            tflops, bandwidth, flops_share, bandwidth_share, batch, occupancy, price_per_hour=price
+        )
+        result = facts.plan_traffic(source, target, traffic, accelerator)
+        sheets.print_traffic(result, Console())
+    emit(result, as_json)
+
+
+@app.command()
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="One direction, ridge and a minute of distilling.")] = False,
     minutes: Annotated[
@@ -417,6 +453,22 @@ def serve(
     learned: Annotated[
         Path | None, typer.Option(metavar="DIR", help="What `kvlingo route fit` wrote, for the router learned.")
     ] = None,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep on disk what memory has no room for, and all conversations over a restart. They can be read there: "
+            "choose a disk that only you read.",
+            show_default=False,
+        ),
+    ] = None,
+    cache_disk_bytes: Annotated[
+        int | None, typer.Option(metavar="N", help="Bytes that they may take there. Default: 8 GiB.")
+    ] = None,
+    heal: Annotated[
+        bool | None,
+        typer.Option("--heal", help="While nothing is asked for, read translated conversations again, exactly."),
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option("--cors-origin", help="Page that may call from a browser; repeatable.")
     ] = None,
@@ -441,6 +493,9 @@ def serve(
         "big": big,
         "rules": rules,
         "learned": learned,
+        "cache_dir": cache_dir,
+        "cache_disk_bytes": cache_disk_bytes,
+        "heal": heal,
         "cors_origins": cors_origin,
         "drain_s": drain,
         "dtype": dtype,
@@ -623,6 +678,20 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise BadInput(f"{option} is {text!r}; give positive numbers separated by commas, like 192,512")
     return tuple(map(int, parts))
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    """Read positive numbers separated by commas, or a file's with one number a line."""
+    if not Path(text).is_file():
+        return numbers(text, "--context")
+    try:
+        lines = Path(text).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"can't read numbers from {text}; give a file with one number a line") from error
+    wrong = next((line for line in lines if not line.isdecimal() or len(line) > 12), None if lines else "nothing")
+    if wrong is not None:
+        raise BadInput(f"{text} holds {wrong[:40]!r}; give a file with one number of tokens a line")
+    return tuple(map(int, lines))
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from kvlingo.errors import UnsupportedModel
 from kvlingo.models import LanguageModel, Outline, outline, quiet_loading
 from kvlingo.shapes import FitOptions, base_config, choose_map
 from kvlingo.store import read_manifest
+from kvlingo.traffic import Accelerator, Target, Traffic, estimate
 from kvlingo.translator import MAP_KINDS, Translator, TranslatorConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -31,17 +32,8 @@ def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
             what it keeps.
         BadInput: a name that leads to no model.
     """
-    quiet_loading()
-    source, target = outline(source_name), outline(target_name)
-    if target.target_refusal is not None:
-        raise UnsupportedModel(f"{target.name} can't be a target: {target.target_refusal}")
-    options = replace(
-        FitOptions(key_norm=False),
-        **choose_map(source.geometry, target.geometry, source.total_weights, target.total_weights),
-    )
-    # Without key norms, nothing but the two geometries is read here.
-    config = base_config(cast("LanguageModel", source), cast("LanguageModel", target), options)
-    cost = TargetCost(target.layer_weights, target.query_widths, [x.window for x in target.geometry.layers])
+    source, target, options, config = outlined(source_name, target_name)
+    cost = cost_of(target)
     maps = map_weights(config)
     return {
         "supported": True,
@@ -62,6 +54,33 @@ def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
             for n in (64, 256, 1024, 4096, 16384)
         },
     }
+
+
+def outlined(source_name: str, target_name: str) -> tuple[Outline, Outline, FitOptions, TranslatorConfig]:
+    """Return what is known of two models without weights, and the translator that `fit` would make of them."""
+    quiet_loading()
+    source, target = outline(source_name), outline(target_name)
+    if target.target_refusal is not None:
+        raise UnsupportedModel(f"{target.name} can't be a target: {target.target_refusal}")
+    options = replace(
+        FitOptions(key_norm=False),
+        **choose_map(source.geometry, target.geometry, source.total_weights, target.total_weights),
+    )
+    # Without key norms, nothing but the two geometries is read here.
+    return source, target, options, base_config(cast("LanguageModel", source), cast("LanguageModel", target), options)
+
+
+def cost_of(target: Outline) -> TargetCost:
+    """Return what one token costs a model."""
+    return TargetCost(target.layer_weights, target.query_widths, [x.window for x in target.geometry.layers])
+
+
+def plan_traffic(source_name: str, target_name: str, traffic: Traffic, accelerator: Accelerator) -> dict[str, Any]:
+    """Estimate what hand-overs from one model to the other are worth. Raises as `describe_pair`."""
+    source, target, _, config = outlined(source_name, target_name)
+    widths = [layer.width for layer in target.geometry.layers]
+    answering = Target(cost_of(target), map_weights(config), widths)
+    return {"source": source.name, "target": target.name, **estimate(answering, traffic, accelerator)}
 
 
 def side_facts(side: Outline) -> dict[str, Any]:

@@ -27,6 +27,7 @@ COLUMNS = (
     "share kept",
 )
 WIDE = 104
+MOST_LENGTHS = 12
 
 
 def print_pair(facts: Mapping[str, Any], console: Console) -> None:
@@ -60,6 +61,37 @@ def print_pair(facts: Mapping[str, Any], console: Console) -> None:
         "a hand-over never costs less" if tokens is None else f"a hand-over costs less from about {tokens:,} tokens on"
     )
     say(console, f"by arithmetic alone, {pays}; `kvlingo handoff` measures it")
+
+
+def print_traffic(plan: Mapping[str, Any], console: Console) -> None:
+    """Print what hand-overs are worth, and everything that the estimate rests on."""
+    say(console, f"{plan['source']} → {plan['target']}, by arithmetic alone")
+    lengths = empty("context, tokens", "re-prefill, ms", "hand-over, ms", "taken")
+    shown = plan["contexts"]
+    for row in shown if len(shown) <= MOST_LENGTHS else shown[:: -(-len(shown) // MOST_LENGTHS)]:
+        taken = "hand-over" if row["taken"] == "handoff" else "re-prefill"
+        lengths.add_row(f"{row['tokens']:,}", f"{row['reprefill_ms']:,.1f}", f"{row['handoff_ms']:,.1f}", taken)
+    console.print(lengths)
+    users, hours, cost = (
+        plan[key] for key in ("users_per_accelerator", "accelerator_hours_per_million_turns", "cost_per_million_turns")
+    )
+    table = empty("", "by re-prefill", "by hand-over")
+    rows = {
+        "a switch, ms": plan["switch_ms"],
+        "a turn, answer included, ms": plan["turn_ms"],
+        "users an accelerator": users,
+        "accelerator hours, million turns": hours,
+        **({"cost, million turns": cost} if cost else {}),
+    }
+    for name, row in rows.items():
+        table.add_row(name, f"{row['reprefill']:,.1f}", f"{row['handoff']:,.1f}")
+    console.print(table)
+    say(
+        console,
+        f"prefill saved: {plan['prefill_saved_share']:.1%}; users gained for each accelerator: {users['gained_share']:.1%}",
+    )
+    for line in plan["assumptions"]:
+        say(console, f"assumed: {line}")
 
 
 def layer_lines(layers: list[dict[str, Any]]) -> Iterator[str]:

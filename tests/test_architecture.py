@@ -17,9 +17,9 @@ ORDER = re.findall(
     r"\w+",
     """
     errors files gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck models batches
-    pairing plan cost texts stats ridge translator corpus metrics handoff generation timing shapes collecting judging fitting
-    whitening objective distillation environment report evaluation manifest readme store workplace assets plots progress facts
-    jobs trials sheets demo cli
+    pairing plan cost traffic texts stats ridge translator corpus metrics handoff generation timing shapes collecting judging
+    fitting whitening objective distillation environment report evaluation manifest readme store workplace assets plots progress
+    facts jobs trials sheets demo cli
     """,
 )
 
@@ -27,8 +27,8 @@ ORDER = re.findall(
 SERVE_ORDER = re.findall(
     r"\w+",
     """
-    protocol settings keys sessions sampling decoding switching engine routing loading calibrating schema replies answering
-    metrics doors speaking gateway
+    protocol settings keys sessions freezing disk shelf sampling decoding healing switching engine routing loading
+    calibrating schema replies answering metrics doors speaking gateway
     """,
 )
 

@@ -44,6 +44,8 @@ def test_lists_and_tables_from_the_environment() -> None:
         ({"models": ["a=x", "a=y"]}, "each name once"),
         ({"host": "0.0.0.0"}, "--keys FILE"),
         ({"drain_s": -1.0}, "above 0"),
+        ({"cache_disk_bytes": 5}, "--cache-dir"),
+        ({"cache_dir": Path("x"), "cache_disk_bytes": 0}, "1 or more"),
         ({"keepalive_s": float("nan")}, "above 0"),
         ({"port": True}, "whole number"),
     ],

@@ -107,10 +107,19 @@ class Lane:
     Args:
         max_rows: requests that decode together.
         max_queue: requests of one tenant that may wait; one more is `Busy`. Others' requests never make one so.
+        when_idle: does a bounded piece of work on the worker's thread where no job waits or runs. Returns how many seconds later
+            it wants to be asked again, or None for: after the next job.
     """
 
-    def __init__(self, lm: LanguageModel, *, max_rows: int, max_queue: int) -> None:
-        self.lm = lm
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        max_rows: int,
+        max_queue: int,
+        when_idle: Callable[[], float | None] | None = None,
+    ) -> None:
+        self.lm, self._when_idle = lm, when_idle
         self.counts = Counter[str](dict.fromkeys(("tokens", "steps", "rows", *ENDS, "not_kept"), 0))
         self._max_rows, self._max_queue = max_rows, max_queue
         self._changed, self._queue, self._closing = threading.Condition(), FairQueue(), False
@@ -199,13 +208,27 @@ class Lane:
 
     def _next_job(self) -> Job | None:
         """Return a job where there is one and a free row. Waits only when no row decodes; None then means: closed."""
-        with self._changed:
-            while not self._rows and not len(self._queue) and not self._closing:
-                self._changed.wait()
-            if not len(self._queue) or len(self._rows) >= self._max_rows:
-                return None
-            self._beginning = 1
-            return self._queue.pop()
+        wait_s: float | None = None if self._when_idle is None else 0.0
+        while True:
+            with self._changed:
+                if self._changed.wait_for(self._has_work, wait_s):
+                    if not len(self._queue) or len(self._rows) >= self._max_rows:
+                        return None
+                    self._beginning = 1
+                    return self._queue.pop()
+            wait_s = self._use_the_pause()
+
+    def _has_work(self) -> bool:
+        return bool(self._rows or len(self._queue) or self._closing)
+
+    def _use_the_pause(self) -> float | None:
+        """Do one piece of what waits for pauses; a job that comes meanwhile waits for the piece, not for all of it."""
+        assert self._when_idle is not None
+        try:
+            return self._when_idle()
+        except Exception:
+            LOG.warning("%s: work in a pause failed", self.lm.name, exc_info=True)
+            return None
 
     def _begin(self, job: Job) -> None:
         """Bring a job to its first token; it then joins the rows. What goes wrong is its own until it has joined."""

@@ -21,14 +21,19 @@ from kvlingo.errors import BadInput
 from kvlingo.handoff import ModelState
 from kvlingo.models import LanguageModel
 from kvlingo.serve.decoding import Job, Lane, Started, clipped
+from kvlingo.serve.disk import Disk
+from kvlingo.serve.healing import Healer
 from kvlingo.serve.protocol import Done, Event, ModelInfo, Request, TooLong, Unavailable, UnknownModel, Unsupported
 from kvlingo.serve.sampling import check
 from kvlingo.serve.sessions import Sessions
+from kvlingo.serve.shelf import Shelf
 from kvlingo.serve.switching import Link, Prompt, Rule, Side, Switch, prompt_of
 from kvlingo.translator import check_geometry
 
 POLL_S = 0.01
 STOP_S = 5.0
+SAVE_S = 20.0
+"""So long may writing what is worth it take, once all requests have ended."""
 KINDS = ("native", "translated", "recomputed")
 COUNTED = ("requests", "fallbacks", "switches_translated", *(f"{kind}_tokens" for kind in KINDS))
 
@@ -41,12 +46,14 @@ class Limits:
         max_rows: requests that decode together, for each model.
         max_queue: requests of one tenant that wait, for each model.
         cache_bytes: of all snapshots.
+        heal: read approximate snapshots again, exactly, while no model has anything to do.
     """
 
     max_rows: int = 8
     max_queue: int = 64
     cache_bytes: int = 2 << 30
     rule: Rule = field(default_factory=Rule)
+    heal: bool = False
 
 
 class LocalEngine:
@@ -55,10 +62,15 @@ class LocalEngine:
     Args:
         models: by the names they are asked for.
         links: the translators between them. Raises `IncompatiblePair` for one that does not fit its models.
+        disk: where snapshots go that memory has no room for, and all that are worth it in the end; None: nowhere.
     """
 
     def __init__(
-        self, models: Mapping[str, LanguageModel], links: Sequence[Link] = (), limits: Limits | None = None
+        self,
+        models: Mapping[str, LanguageModel],
+        links: Sequence[Link] = (),
+        limits: Limits | None = None,
+        disk: Disk | None = None,
     ) -> None:
         limits = limits or Limits()
         if not models:
@@ -66,13 +78,22 @@ class LocalEngine:
         _check_links(models, links)
         self._created = int(time.time())
         self._sides = {name: Side(name, lm) for name, lm in models.items()}
-        self._sessions = Sessions(limits.cache_bytes)
-        self._switch = Switch(self._sides, links, self._sessions, limits.rule)
+        self._shelf = Shelf(disk, models, max(limits.cache_bytes // 4, 1)) if disk is not None else None
+        self._sessions = Sessions(limits.cache_bytes, self._shelf.put) if self._shelf else Sessions(limits.cache_bytes)
+        self._switch = Switch(self._sides, links, self._sessions, limits.rule, self._shelf)
         self._counts, self._counting = Counter[str](dict.fromkeys(COUNTED, 0)), threading.Lock()
         self._draining = False
-        self._lanes = {
-            name: Lane(lm, max_rows=limits.max_rows, max_queue=limits.max_queue) for name, lm in models.items()
-        }
+        self._healers = [Healer(name, lm, self._sessions, self._is_busy) for name, lm in models.items() if limits.heal]
+        pauses = {healer.name: healer.do_a_piece for healer in self._healers}
+        self._lanes: dict[str, Lane] = {}
+        for name, lm in models.items():
+            self._lanes[name] = Lane(
+                lm, max_rows=limits.max_rows, max_queue=limits.max_queue, when_idle=pauses.get(name)
+            )
+
+    def _is_busy(self) -> bool:
+        """Tell whether any model has something to do: all share the same cores or the same accelerator."""
+        return any(sum(lane.load.values()) for lane in list(self._lanes.values()))
 
     def models(self) -> Sequence[ModelInfo]:
         """List the models."""
@@ -117,7 +138,7 @@ class LocalEngine:
             lane.cancel(job)
 
     def _read(self, request: Request, lm: LanguageModel) -> Prompt:
-        """Check a request and tokenise it; not on the event loop, which a long prompt would hold up."""
+        """Check a request, tokenise it and bring back from disk what helps; neither on the event loop nor where models run."""
         check(request.sampling, lm.geometry.vocab_size)
         _check_dial(request)
         if request.tools and not takes_tools(lm.tokenizer):
@@ -126,6 +147,7 @@ class LocalEngine:
         limit = lm.geometry.max_positions
         if limit is not None and len(prompt.reading) >= limit:
             raise TooLong(len(prompt.reading), limit)
+        self._switch.recall(prompt)
         return prompt
 
     def _start(self, prompt: Prompt) -> Started:
@@ -145,13 +167,19 @@ class LocalEngine:
         self._sessions.keep(prompt.place(name), state, self._sides[name].lm.geometry)
 
     def stats(self) -> Mapping[str, float]:
-        """Return counters since the start, and gauges: `queued`, `running`, `cache_bytes`, `cache_snapshots`."""
+        """Return counters since the start, and gauges: `queued`, `running`, `cache_bytes`, `cache_snapshots`.
+
+        With a disk `spill_…` too, with healing `heal_…`.
+        """
         total = Counter[str]()
         for lane in self._lanes.values():
             total.update(lane.load)
             total.update(dict(lane.counts))
         with self._counting:
             total.update(self._counts)
+        total.update(self._shelf.stats() if self._shelf else {})
+        for healer in self._healers:
+            total.update(healer.counts)
         gauges = {"cache_bytes": self._sessions.num_bytes, "cache_snapshots": len(self._sessions)}
         return {name: float(value) for name, value in {**total, **gauges}.items()}
 
@@ -162,6 +190,8 @@ class LocalEngine:
         while time.monotonic() < until and any(sum(lane.load.values()) for lane in self._lanes.values()):
             await asyncio.sleep(POLL_S)
         await asyncio.gather(*(asyncio.to_thread(lane.stop, STOP_S) for lane in self._lanes.values()))
+        if self._shelf:
+            await asyncio.to_thread(self._shelf.close, self._sessions.all(), SAVE_S)
 
 
 def _put(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Any], event: Event | Exception) -> None:

@@ -15,11 +15,12 @@ from kvlingo.errors import BadInput
 from kvlingo.jobs import Where
 from kvlingo.manifest import Manifest
 from kvlingo.models import LanguageModel, load_model, quiet_loading
+from kvlingo.serve.disk import Disk
 from kvlingo.serve.engine import Limits, LocalEngine
 from kvlingo.serve.routing.building import build_router
 from kvlingo.serve.routing.routed import RoutedEngine
 from kvlingo.serve.routing.rules import Calibrated, Rules, read_rules
-from kvlingo.serve.settings import Settings
+from kvlingo.serve.settings import CACHE_DISK_BYTES, Settings
 from kvlingo.serve.switching import Link, Rule
 from kvlingo.store import load_translator, read_manifest
 
@@ -27,14 +28,33 @@ Tell = Callable[[str], None]
 
 
 def build_engine(settings: Settings, tell: Tell) -> LocalEngine | RoutedEngine:
-    """Load the engine that the settings describe. What can be wrong with a router comes first: models take long to load."""
+    """Load the engine that the settings describe. What can be wrong with a router or a folder comes first: models take long."""
     rules = read_rules(settings.rules) if settings.rules else Rules()
     router = build_router(settings, rules)
-    limits = Limits(max_rows=settings.max_rows, max_queue=settings.max_queue, cache_bytes=settings.cache_bytes)
-    where = Where(settings.device, settings.dtype)
-    engine = load_engine(
-        settings.models, settings.translators, where=where, limits=limits, switches=rules.switches, tell=tell
+    limits = Limits(
+        max_rows=settings.max_rows,
+        max_queue=settings.max_queue,
+        cache_bytes=settings.cache_bytes,
+        heal=settings.heal,
     )
+    where = Where(settings.device, settings.dtype)
+    disk = Disk(settings.cache_dir, settings.cache_disk_bytes or CACHE_DISK_BYTES) if settings.cache_dir else None
+    if disk is not None:
+        tell(f"kept caches: {len(disk)} in {settings.cache_dir}, {disk.num_bytes / 1e6:,.1f} MB")
+    try:
+        engine = load_engine(
+            settings.models,
+            settings.translators,
+            where=where,
+            limits=limits,
+            switches=rules.switches,
+            disk=disk,
+            tell=tell,
+        )
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
     return RoutedEngine(engine, router) if router else engine
 
 
@@ -45,12 +65,13 @@ def load_engine(
     where: Where | None = None,
     limits: Limits | None = None,
     switches: Sequence[Calibrated] = (),
+    disk: Disk | None = None,
     tell: Tell = lambda _: None,
 ) -> LocalEngine:
     """Load models (served name → hub id, folder or .gguf file) and translators' folders into an engine."""
     loaded = load_models(models, where or Where(), tell)
     links = links_between(loaded, translators, tell)
-    return LocalEngine(loaded, with_rules(links, loaded, switches), limits)
+    return LocalEngine(loaded, with_rules(links, loaded, switches), limits, disk)
 
 
 def load_models(models: Mapping[str, str], where: Where, tell: Tell) -> dict[str, LanguageModel]:

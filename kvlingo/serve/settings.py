@@ -16,6 +16,7 @@ from kvlingo.errors import BadInput
 
 PREFIX = "KVLINGO_"
 ROUTERS = ("explicit", "threshold", "cascade", "learned")
+CACHE_DISK_BYTES = 8 << 30
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -32,11 +33,13 @@ class Settings:
         max_open: requests of one key that are read or answered at once.
         max_rows, max_queue: choices that decode together, and choices of one key that wait, for each model.
         cache_bytes: of what all conversations were read as.
+        cache_dir, cache_disk_bytes: where what memory has no room for is kept, and what it may take there (8 GiB unless told).
         max_tokens: of an answer whose request names none.
         router: who decides which model answers a request for `auto`; explicit: nobody, it is refused.
         rules: TOML file of limits, of switches (`kvlingo calibrate` writes those) and of the router.
         learned: folder that `kvlingo route fit` wrote, for the router learned.
         small, big: the models that the router chooses between, if not those served as small and big.
+        heal: read approximate caches again, exactly, while nothing is asked for.
         cors_origins: pages of other hosts that may call from a browser; those of this computer always may.
         drain_s: how long running answers may go on after SIGTERM.
         keepalive_s: silence in a stream after which a comment is sent.
@@ -61,6 +64,9 @@ class Settings:
     learned: Path | None = None
     small: str | None = None
     big: str | None = None
+    cache_dir: Path | None = None
+    cache_disk_bytes: int | None = None
+    heal: bool = False
     cors_origins: tuple[str, ...] = ()
     drain_s: float = 30.0
     keepalive_s: float = 10.0
@@ -77,6 +83,7 @@ class Settings:
             "max_rows",
             "max_queue",
             "cache_bytes",
+            "cache_disk_bytes",
         )
         for name, bound in {"port": 0, **dict.fromkeys(positive, 1)}.items():
             value = getattr(self, name)
@@ -87,6 +94,8 @@ class Settings:
         for name in ("drain_s", "keepalive_s", "stall_s"):
             if not 0 < getattr(self, name) < 1e6:
                 raise BadInput(f"{name} is {getattr(self, name)}; give a number of seconds above 0")
+        if self.cache_disk_bytes is not None and self.cache_dir is None:
+            raise BadInput("cache_disk_bytes is set and cache_dir is not; give --cache-dir DIR, or leave both out")
         if self.host not in LOOPBACK and self.keys is None and not self.anyone:
             raise BadInput(
                 f"host {self.host} without API keys would let everyone on the network in; "
@@ -252,6 +261,9 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "learned": path,
     "small": text,
     "big": text,
+    "cache_dir": path,
+    "cache_disk_bytes": whole,
+    "heal": truth,
     "cors_origins": several,
     "drain_s": seconds,
     "keepalive_s": seconds,

@@ -24,6 +24,7 @@ from kvlingo.reading import Reading, first_tokens
 from kvlingo.serve.decoding import Started
 from kvlingo.serve.protocol import Begun, Dial, Message, Request
 from kvlingo.serve.sessions import Match, Place, Sessions, Snapshot
+from kvlingo.serve.shelf import Shelf
 from kvlingo.translator import Translator
 
 LOG = logging.getLogger(__name__)
@@ -131,10 +132,60 @@ class Switch:
 
     Args:
         sides: all models by the names they are served by.
+        shelf: what is on disk, or None.
     """
 
-    def __init__(self, sides: Mapping[str, Side], links: Sequence[Link], sessions: Sessions, rule: Rule) -> None:
+    def __init__(
+        self,
+        sides: Mapping[str, Side],
+        links: Sequence[Link],
+        sessions: Sessions,
+        rule: Rule,
+        shelf: Shelf | None = None,
+    ) -> None:
         self._sides, self._links, self._sessions, self._rule = sides, tuple(links), sessions, rule
+        self._shelf = shelf
+
+    def recall(self, prompt: Prompt) -> None:
+        """Bring into memory what is on disk and spares reading. Takes as long as a disk does: not where a model decodes."""
+        if self._shelf is None:
+            return
+        try:
+            native = self._recall_own(prompt, self._shelf)
+            if prompt.request.dial.mode != "reprefill":
+                self._recall_others(prompt, self._shelf, native)
+        except Exception as error:  # the model reads the prompt, as it would without a disk
+            LOG.warning("looking for kept caches failed", exc_info=error)
+
+    def _recall_own(self, prompt: Prompt, shelf: Shelf) -> int:
+        """Bring back what the target has read; return how many first tokens it then holds."""
+        target, ids = self._sides[prompt.request.model], prompt.reading.ids
+        exact_only, place = prompt.request.dial.mode == "reprefill", prompt.place(target.name)
+        own = self._own(prompt, target)
+        native = own.tokens if own else 0
+        state = shelf.take(place, ids, beyond=native, most=len(ids) - 1, exact_only=exact_only)
+        if state is None:
+            return native
+        self._sessions.keep(place, state, target.lm.geometry)
+        own = self._own(prompt, target)
+        return own.tokens if own else 0
+
+    def _recall_others(self, prompt: Prompt, shelf: Shelf, native: int) -> None:
+        """Bring back what other models have read beyond what the target holds."""
+        for link in self._links:
+            place = prompt.place(link.source)
+            if link.target != prompt.request.model or link.refusal or not shelf.holds(place):
+                continue
+            source = self._sides[link.source].lm
+            try:
+                ids = _render(prompt.request, source, add_generation_prompt=False).ids
+            except KVLingoError:  # its template can't render what the target's can: it has not read this
+                continue
+            held = max((m.tokens for m in self._sessions.find(place, ids)), default=0)
+            known = native * len(ids) // len(prompt.reading)
+            state = shelf.take(place, ids, beyond=max(held, known), most=len(ids))
+            if state is not None:
+                self._sessions.keep(place, state, source.geometry)
 
     @torch.no_grad()
     def start(self, prompt: Prompt) -> Started:
