@@ -143,8 +143,22 @@ def memory() -> str:
     return "\n".join(lines) + "\n"
 
 
+def gateway() -> str:
+    """Return the times to first token of a switch through the HTTP API."""
+    record = load("gateway")
+    if record is None:
+        return "Not measured yet.\n"
+    times, repeats = record["first_token_ms"], sum(turn["mode"] == "translate" for turn in record["turns"])
+    tokens = next(turn["translated_tokens"] for turn in record["turns"] if turn["mode"] == "translate")
+    lines = ["| tokens translated | translate, ms | re-prefill, ms | ratio (lowest … highest) |", "|---|---|---|---|"]
+    ratio = f"{record['ratio']:.1f}× ({record['ratio_lowest']:.1f}× … {record['ratio_highest']:.1f}×)"
+    lines.append(f"| {tokens:,} | {times['translate']:.0f} | {times['reprefill']:.0f} | {ratio} |")
+    lines += ["", f"Medians of {repeats} conversations, {record['dtype']}, {record['environment']['cores']} cores."]
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (summary, quality, long_context, reverse, demo_times, memory)
+    f.__name__: f for f in (summary, quality, long_context, reverse, demo_times, memory, gateway)
 }
 
 
