@@ -380,7 +380,7 @@ class Translator(nn.Module):
             )
         skip = [min(s, tokens) for s in skip or [0] * len(config.target)]
         first = first_needed(config, skip, exact)
-        blocks = {}
+        blocks: dict[str, Tensor] = {}
         for at in sorted(set(first.values())):
             names = [name for name in first if first[name] == at]
             blocks |= feature_blocks(

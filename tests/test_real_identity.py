@@ -81,11 +81,12 @@ def test_positions_off_by_one_are_found_in_bfloat16(lm: LanguageModel, tokens: i
     whole = model.model.forward
 
     @functools.wraps(whole)
-    def misplaced(*args: Any, position_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
-        held = 0 if past_key_values is None else past_key_values.get_seq_length()
+    def misplaced(*args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        held = 0 if cache is None else cache.get_seq_length()
         if position_ids is not None and held and position_ids.shape[1] == tokens:
             position_ids = position_ids + 1
-        return whole(*args, position_ids=position_ids, past_key_values=past_key_values, **kwargs)
+        return whole(*args, position_ids=position_ids, **kwargs)
 
     model.model.forward = misplaced
     with pytest.raises(
