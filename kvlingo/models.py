@@ -535,7 +535,7 @@ def _fill_without_data(model: Any, cache: Any) -> None:
     try:
         run(model, input_ids=torch.arange(2)[None], cache=cache)
     except RuntimeError as error:
-        if "meta tensors" not in str(error):
+        if "meta tensor" not in str(error):
             raise
         raise UnsupportedModel(
             f"what keys and values this {model.config.model_type} model keeps can't be told without its weights; "

@@ -145,11 +145,10 @@ def gather(kv: KV, layer: int, index: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Folded:
-    """A linear map with standardising in its weights [features, outputs], and the state of what it was made from."""
+    """A linear map's weights [features, outputs] with the features' scale in them, and the state of what they were made from."""
 
     state: tuple[tuple[int, int], ...]
     weight: Tensor
-    bias: Tensor
 
 
 class LayerMap(nn.Module):
@@ -192,29 +191,34 @@ class LayerMap(nn.Module):
     def from_blocks(self, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Do what `forward` does with the features [tokens, columns] in pieces, without putting them side by side.
 
-        Where nothing is to be learnt, a linear map is multiplied block by block with standardising folded into its weights: the
-        same products, without two passes over all features and a copy of them.
+        Where nothing is to be learnt, a linear map is multiplied block by block with the features' scale folded into its weights.
+        Means are subtracted first: folded in as well, a mean far above its feature's spread would cancel to nothing but rounding.
         """
-        folded = self._fold(blocks[0].dtype)
+        dtypes = {block.dtype for block in blocks}
+        folded = self._fold(blocks[0].dtype) if len(dtypes) == 1 else None
         if folded is None:
             return self(torch.cat(list(blocks), dim=-1))
-        y = folded.bias.expand(len(blocks[0]), -1).clone()
-        for block, weight in zip(blocks, folded.weight.split([b.shape[-1] for b in blocks]), strict=True):
-            y.addmm_(block, weight)
+        y = self.bias.detach().expand(len(blocks[0]), -1).clone()
+        widths = [block.shape[-1] for block in blocks]
+        for block, mean, weight in zip(
+            blocks, self.feature_mean.split(widths), folded.weight.split(widths), strict=True
+        ):
+            y.addmm_(block - mean, weight)
         return self.finish(y)
 
     def _fold(self, dtype: torch.dtype) -> Folded | None:
-        """Return the weights with standardising in them, made anew when they have changed; None where they can't be used."""
+        """Return weights with the features' scale in them, made anew when they have changed; None where they can't be used."""
         linear = self.linear
         if torch.is_grad_enabled() or not isinstance(linear, LinearMap) or self.residual is not None:
             return None
-        parts = (linear.weight, self.bias, self.feature_mean, self.feature_scale)
-        if self.multiplies_in_bfloat16 or any(part.is_inference() or part.dtype != dtype for part in parts):
+        parts = (linear.weight, self.feature_scale)
+        if self.multiplies_in_bfloat16 or self.bias.dtype != dtype:
+            return None
+        if any(part.is_inference() or part.dtype != dtype for part in parts):
             return None
         state = tuple((part.data_ptr(), part._version) for part in parts)
         if self._folded is None or self._folded.state != state:
-            weight = (linear.weight / self.feature_scale[:, None]).detach()
-            self._folded = Folded(state, weight, (self.bias - self.feature_mean @ weight).detach())
+            self._folded = Folded(state, (linear.weight / self.feature_scale[:, None]).detach())
         return self._folded
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
