@@ -31,6 +31,7 @@ from kvlingo.translator import Translator, without_residual
 from kvlingo.whitening import coordinates
 
 CHECKPOINT_EVERY_SECONDS = 120.0
+LEAST_GAIN = 1e-4  # share of the KL that a residual must take away: less is how two orders of summing round
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ def drop_idle_residual(done: Distilled, target: LanguageModel, judged: Sequence[
     if not done.translator.config.residual_width:
         return done
     linear = without_residual(done.translator).eval()
-    is_better = judged_kl(done.translator, target, judged) < judged_kl(linear, target, judged)
+    gained = 1 - judged_kl(done.translator, target, judged) / max(judged_kl(linear, target, judged), 1e-30)
+    is_better = gained > LEAST_GAIN
     return done if is_better else replace(done, translator=linear)
 
 
