@@ -81,6 +81,11 @@ class Manifest:
     format_version: int = FORMAT_VERSION
     kvlingo_version: str = __version__
 
+    @property
+    def verdict(self) -> str | None:
+        """Return what its evaluation said, PASS or FAIL; None before any: what fitting saw is no verdict."""
+        return (self.held_out or {}).get("verdict")
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Manifest:
         """Restore what `dataclasses.asdict` gave."""

@@ -134,8 +134,9 @@ def hand_off_file(
 
 def failed_report(manifest: Manifest) -> str | None:
     """Say that a translator's own report on held-out text failed; None where it passed or there is none yet."""
-    verdict = (manifest.held_out or {}).get("verdict")
-    return None if verdict in (None, "PASS") else f"the translator's own report says {verdict} (kvlingo eval)"
+    if manifest.verdict in (None, "PASS"):
+        return None
+    return f"the translator's own report says {manifest.verdict} (kvlingo eval)"
 
 
 def translator_for(folder: Path, source: LanguageModel, target: LanguageModel, *, no_text: bool) -> Translator:

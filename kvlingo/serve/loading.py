@@ -146,5 +146,4 @@ def refusal_of(manifest: Manifest, folder: Path) -> str | None:
     """Say why a translator is not to be used, or None: only a passed report on held-out documents lets it in."""
     if manifest.held_out is None:
         return f"it was never evaluated; run kvlingo eval {folder.name}"
-    verdict = manifest.held_out.get("verdict")
-    return None if verdict == "PASS" else f"its report says {verdict}"
+    return None if manifest.verdict == "PASS" else f"its report says {manifest.verdict}"
