@@ -21,6 +21,8 @@ from kvlingo.traffic import Accelerator, Target, Traffic, estimate
 from kvlingo.translator import MAP_KINDS, Translator, TranslatorConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+# What only weights show; a family that does otherwise is refused there (`probing`, `selfcheck`).
+CHECKED_AT_LOAD = "that keys follow the rotary module, causality, windows, going on from a cache"
 ALIKE = 0.9  # share of all pieces that two vocabularies must have in common to be compared further
 
 
@@ -37,6 +39,7 @@ def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
     maps = map_weights(config)
     return {
         "supported": True,
+        "checked_at_load": CHECKED_AT_LOAD,
         "source": side_facts(source),
         "target": side_facts(target),
         "tokenizers": relation_of(source, target),

@@ -180,8 +180,18 @@ def _no_angles(positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tenso
 
 
 def rotary_module(model: Any) -> nn.Module | None:
-    """Return the module that makes the model's rotary angles, where it has one."""
-    return next((m for n, m in decoder_of(model).named_modules() if n.split(".")[-1] == "rotary_emb"), None)
+    """Return the module that makes the model's rotary angles, where it has one.
+
+    Known by its usual name, or else by what it is: a part without weights that is asked for positions (LFM2-MoE).
+    """
+    named = list(decoder_of(model).named_modules())
+    usual = (module for name, module in named if name.split(".")[-1] == "rotary_emb")
+    return next(usual, None) or next((module for _, module in named if _makes_angles(module)), None)
+
+
+def _makes_angles(module: nn.Module) -> bool:
+    takes = inspect.signature(module.forward).parameters
+    return list(takes)[1:2] == ["position_ids"] and next(module.parameters(), None) is None
 
 
 def refuse_position_tables(model: Any) -> None:
@@ -281,7 +291,7 @@ def _probe_rope(
                 return rope
     raise UnsupportedModel(
         f"the keys of layer {index} of this {model.config.model_type} model do not follow its rotary module "
-        "(learned or unknown positions); a position-free cache can't be made from it"
+        "(learned or unknown positions, or a norm after the rotation); a position-free cache can't be made from it"
     )
 
 

@@ -44,7 +44,8 @@ def print_pair(facts: Mapping[str, Any], console: Console) -> None:
     for name, cell in rows.items():
         table.add_row(name, cell(source), cell(target))
     console.print(table)
-    say(console, f"can be translated; tokenizers: {facts['tokenizers']}")
+    say(console, f"shapes that can be translated; tokenizers: {facts['tokenizers']}")
+    say(console, f"checked once weights are loaded, by `fit` and all that follow it: {facts['checked_at_load']}")
     sizes = empty("map", *(f"{name}, MB" for name in facts["num_bytes"]["linear"]))
     for kind, by_storage in facts["num_bytes"].items():
         sizes.add_row(kind, *(f"{size / 1e6:,.1f}" for size in by_storage.values()))

@@ -392,6 +392,15 @@ FAMILIES: dict[str, Family] = {
         "recurrent state",
         without=("head_dim",),
     ),
+    "lfm2-moe": Family(
+        "LFM2-MoE",
+        "lfm2_moe",
+        {**rope(), **EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", FULL, FULL]},
+        "source only",
+        "recurrent state",
+        without=("head_dim",),
+        note="rotary module under another name",
+    ),
     "jamba": Family(
         "Jamba",
         "jamba",
