@@ -142,6 +142,7 @@ def read_cache(
     position: int = 0,
     row: int | None = None,
     partial: bool = False,
+    first_wanted: Sequence[int] | None = None,
 ) -> KV:
     """Copy the tokens [start, stop) of a cache into a `KV`, un-rotating its keys.
 
@@ -152,6 +153,8 @@ def read_cache(
         position: where the cache's first token stands; minus the padding for a row that is padded on the left.
         row: which row of a batch; None for all rows.
         partial: let a sliding layer give less than `start` asks for, as long as the model can go on from `stop`.
+        first_wanted: per layer the first token that anybody will look at, `stop` for none; those before it are left out, but
+            must be there.
 
     Raises `UnsupportedCache` where a layer does not hold what is asked for.
     """
@@ -161,6 +164,7 @@ def read_cache(
     if not 0 <= start <= stop <= tokens:
         raise UnsupportedCache(f"the cache holds {tokens} tokens, got the range {start} to {stop}; give one inside it")
     rows = slice(None) if row is None else slice(row, row + 1)
+    rotary, places = rotary.for_one_pass(), dict[tuple[int, torch.device], Tensor]()
     keys, values = [], []
     for index, (layer, shape) in enumerate(zip(held, geometry.layers, strict=True)):
         lost = tokens - layer.keys.shape[2]
@@ -169,8 +173,10 @@ def read_cache(
                 f"layer {index} of the cache holds {tokens - lost} of {tokens} tokens, the others slid out of its window; "
                 "re-prefill, or let the source read into a full-length cache (kvlingo.models.prefill does)"
             )
-        first = max(start, lost)
-        positions = torch.arange(first, stop, device=layer.keys.device) + position
+        wanted = start if first_wanted is None else max(start, first_wanted[index])
+        first = min(max(wanted, lost), stop)
+        device = layer.keys.device
+        positions = places.setdefault((first, device), torch.arange(first, stop, device=device) + position)
         here = slice(first - lost, stop - lost)
         free_keys, free_values = rotary.strip(layer.keys[rows, :, here], layer.values[rows, :, here], index, positions)
         keys.append(free_keys)
@@ -323,9 +329,10 @@ def write_rows(rows: Sequence[KV], rotary: Rotary, geometry: Geometry, config: A
 def _written(cache: Any, rows: Sequence[KV], rotary: Rotary, geometry: Geometry) -> Any:
     """Fill an empty cache with rows, and return it."""
     tokens = max(row.tokens for row in rows)
+    rotary, positions = rotary.for_one_pass(), dict[tuple[int, int, torch.device], Tensor]()
     for index, (place, shape) in enumerate(zip(geometry.cache_layers, geometry.layers, strict=True)):
         slots = tokens - shape.first_held(tokens)
-        states = [_last_states(row, rotary, index, row.tokens - shape.first_held(row.tokens)) for row in rows]
+        states = [_last_states(row, rotary, index, shape.first_held(row.tokens), positions) for row in rows]
         if slots:
             keys, values = (_stacked(side, slots) for side in zip(*states, strict=True))
             _fill(_recording(cache, place), keys, values, tokens)
@@ -334,16 +341,18 @@ def _written(cache: Any, rows: Sequence[KV], rotary: Rotary, geometry: Geometry)
     return cache
 
 
-def _last_states(kv: KV, rotary: Rotary, index: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return the rotated keys and the values of the last `count` tokens of a layer."""
-    first = kv.tokens - count
+def _last_states(
+    kv: KV, rotary: Rotary, index: int, first: int, positions: dict[tuple[int, int, torch.device], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the rotated keys and the values of a layer's tokens from `first` on."""
+    count = kv.tokens - first
     if kv.held(index) < count:
         raise UnsupportedCache(
             f"layer {index} needs tokens from {first} on, got {kv.held(index)} of {kv.tokens}; re-prefill"
         )
-    held = slice(kv.held(index) - count, None)
-    positions = torch.arange(first, kv.tokens, device=kv.keys[index].device)
-    return rotary.apply(kv.keys[index][:, :, held], kv.values[index][:, :, held], index, positions)
+    held, device = slice(kv.held(index) - count, None), kv.keys[index].device
+    at = positions.setdefault((first, kv.tokens, device), torch.arange(first, kv.tokens, device=device))
+    return rotary.apply(kv.keys[index][:, :, held], kv.values[index][:, :, held], index, at)
 
 
 def _stacked(rows: Sequence[Tensor], slots: int) -> Tensor:

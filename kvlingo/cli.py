@@ -469,6 +469,10 @@ def serve(
         bool | None,
         typer.Option("--heal", help="While nothing is asked for, read translated conversations again, exactly."),
     ] = None,
+    ahead: Annotated[
+        bool | None,
+        typer.Option("--ahead", help="While nothing is asked for, translate each answered turn for the other models."),
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option("--cors-origin", help="Page that may call from a browser; repeatable.")
     ] = None,
@@ -496,6 +500,7 @@ def serve(
         "cache_dir": cache_dir,
         "cache_disk_bytes": cache_disk_bytes,
         "heal": heal,
+        "ahead": ahead,
         "cors_origins": cors_origin,
         "drain_s": drain,
         "dtype": dtype,

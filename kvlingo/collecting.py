@@ -20,7 +20,7 @@ from kvlingo.models import LanguageModel, read
 from kvlingo.shapes import FitOptions, base_config, candidate_blocks, feature_names
 from kvlingo.stats import GramStats, load_tensors, save_tensors
 from kvlingo.texts import Document
-from kvlingo.translator import TranslatorConfig, feature_blocks
+from kvlingo.translator import TranslatorConfig, dense, feature_blocks
 
 Progress = Callable[[str, int, int], None]
 SAVE_EVERY_SECONDS = 120.0
@@ -105,13 +105,14 @@ class Collector:
         target_kv = read(self.target, ids)
         start, stop = max(1, example.at_source_start), int((example.alignment >= 0).sum())
         alignment = example.alignment[start:stop]
-        found = feature_blocks(
+        features = feature_blocks(
             self.features,
             source=source_kv,
             alignment=alignment,
             embeddings=self.target.embed(ids) if self.config.reads_text else None,
             start=start,
         )
+        found = {name: dense(block) for name, block in features.items()}
         for layer in range(len(self.config.target)):
             outputs = target_kv.flat(layer)[0][start : max(start, stop)]
             found[f"target/{layer}"] = outputs.to(torch.promote_types(outputs.dtype, torch.float32))

@@ -18,10 +18,10 @@ from kvlingo.alignment import align
 from kvlingo.batches import prefill_batch, side_by_side
 from kvlingo.cache import KV, concat, read_cache, take_row, write_cache
 from kvlingo.errors import BadInput, UnsupportedCache
-from kvlingo.models import LanguageModel, cache_devices, native_layers, prefill, read
+from kvlingo.models import LanguageModel, cache_devices, native_layers, prefill, read_sinks
 from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan
 from kvlingo.reading import Reading, read_chat, read_text
-from kvlingo.translator import Translator, check_geometry
+from kvlingo.translator import Translator, check_geometry, embedded, first_read
 
 Message = dict[str, Any]
 
@@ -48,12 +48,14 @@ def assemble(
     """
     start, stop = plan.translated
     if prefix is None and start:
-        prefix = read(target, ids[:start])
+        prefix = read_sinks(target, ids[:start])
     if start == stop:
         return prefix if prefix is not None else empty_kv(target)
     device, dtype = _place_of(translator)
-    embeddings = target.embed(ids).to(device, dtype) if translator.config.reads_text else None
-    exact = max(plan.native_layers, translator.config.first_layer)
+    embeddings = None
+    if translator.config.reads_text:
+        embeddings = embedded(lambda distinct: target.embed(distinct).to(device, dtype), ids)
+    exact = exact_layers(plan, translator)
     if first_layers is None and exact:
         with torch.no_grad():
             first_layers = native_layers(target, ids[:stop], exact)
@@ -63,13 +65,24 @@ def assemble(
         alignment[start:stop],
         embeddings,
         start=start,
-        skip=[max(0, min(layer.first_held(stop), stop) - start) for layer in target.geometry.layers],
+        skip=not_held(plan, target),
         native=native.to(device, dtype) if native is not None else None,
     ).to(target.device, target.dtype)
     if prefix is None or not start:
         return middle
     before = prefix if prefix.tokens == start else prefix.narrow(0, start)
     return concat([before.to(target.device, target.dtype), middle])
+
+
+def exact_layers(plan: HandoffPlan, translator: Translator) -> int:
+    """Return how many first target layers are computed by the target itself."""
+    return max(plan.native_layers, translator.config.first_layer)
+
+
+def not_held(plan: HandoffPlan, target: LanguageModel) -> list[int]:
+    """Return per target layer how many first translated tokens its window no longer reaches."""
+    start, stop = plan.translated
+    return [max(0, min(layer.first_held(stop), stop) - start) for layer in target.geometry.layers]
 
 
 def _place_of(translator: Translator) -> tuple[torch.device, torch.dtype]:
@@ -339,7 +352,19 @@ def carry_out(
             lag = max(translator.config.source_lags)
             # A map that also reads the token before sees no translated one: the first token to be trusted is repeated.
             offset = max(source_state.translated_until, int(alignment[start]) - lag, 0)
-            source_kv = read_cache(source_state.cache, source.rotary, source.geometry, start=offset)
+            source_kv = read_cache(
+                source_state.cache,
+                source.rotary,
+                source.geometry,
+                start=offset,
+                first_wanted=first_read(
+                    translator.config,
+                    not_held(plan, target),
+                    exact_layers(plan, translator),
+                    alignment[start:stop],
+                    source_state.cache.get_seq_length(),
+                ),
+            )
         kv = assemble(plan, target, translator, source_kv, alignment - offset, ids, prefix=prefix)
         return plan, target_cache(target, kv)
     except UnsupportedCache as error:
@@ -389,7 +414,7 @@ def native_prefix(plan: HandoffPlan, target: LanguageModel, state: ModelState | 
 def extend(target: LanguageModel, prefix: KV | None, ids: Tensor) -> KV:
     """Return exact KV of `ids`, of which `prefix` holds the first tokens."""
     if prefix is None:
-        return read(target, ids)
+        return read_sinks(target, ids)
     cache = target_cache(target, prefix)
     prefill(target, ids[prefix.tokens :], cache=cache)
     return read_cache(cache, target.rotary, target.geometry, partial=True)

@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class LanguageModel:
             head, [kv_heads * key_dim] for one over all heads); None where keys are not normed.
         target_refusal: why this model can only be a source, in one sentence; None where it can be a target too.
         loader: what its weights went through before transformers loaded them ("gguf"); None for nothing.
+        sinks: what it holds of first tokens that many conversations share (`read_sinks`); filled as it goes.
     """
 
     name: str
@@ -68,6 +69,7 @@ class LanguageModel:
     key_norms: tuple[Tensor | None, ...]
     target_refusal: str | None = None
     loader: str | None = None
+    sinks: dict[tuple[int, ...], KV] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -141,6 +143,24 @@ def prefill(
     return Prefill(cache, logits)
 
 
+def read_sinks(lm: LanguageModel, ids: Tensor) -> KV:
+    """Return what `read` does of a conversation's first tokens, remembered where they are all special ones.
+
+    Those are the same in many conversations. Nothing of a text is remembered, so nobody can tell by the time it takes.
+    """
+    key = tuple(ids.tolist())
+    if key in lm.sinks:
+        return lm.sinks[key]
+    kv = read(lm, ids)
+    if (
+        lm.tokenizer is not None
+        and set(key) <= set(lm.tokenizer.all_special_ids)
+        and not torch.is_inference_mode_enabled()
+    ):
+        lm.sinks[key] = kv
+    return kv
+
+
 def read(lm: LanguageModel, ids: Tensor) -> KV:
     """Return the model's own position-free `KV` of `ids`, every layer in full.
 
@@ -170,13 +190,41 @@ def native_layers(lm: LanguageModel, ids: Tensor, count: int) -> KV:
     if count == 1:
         distinct, index = torch.unique(ids, return_inverse=True)
         positions = torch.zeros(len(distinct), 1, dtype=torch.long, device=ids.device)
-        run(view, input_ids=distinct[:, None], position_ids=positions, cache=cache)
         layer = cache.layers[owners[0]]
+        with _no_further_than(layer, view):
+            run(view, input_ids=distinct[:, None], position_ids=positions, cache=cache)
         keys, values = lm.rotary.strip(layer.keys, layer.values, 0, positions[0])
         return KV((_batch_to_tokens(keys, index),), (_batch_to_tokens(values, index),), len(ids))
     run(view, input_ids=ids[None], position_ids=torch.arange(len(ids), device=ids.device)[None], cache=cache)
     geometry = replace(lm.geometry, layers=lm.geometry.layers[:count], owners=owners)
     return read_cache(cache, lm.rotary, geometry)
+
+
+class _Filled(Exception):
+    """The cache layer that was waited for holds its keys and values."""
+
+
+@contextmanager
+def _no_further_than(layer: Any, module: nn.Module) -> Iterator[None]:
+    """Leave a forward pass as soon as one cache layer is filled: its attention and MLP change nothing in there.
+
+    A model spread over devices runs on to its end: what moves its weights has work to do after each layer.
+    """
+    if any(hasattr(part, "_hf_hook") for part in module.modules()):
+        yield
+        return
+    update = layer.update
+
+    def fill(*args: Any, **kwargs: Any) -> Any:
+        update(*args, **kwargs)
+        raise _Filled
+
+    layer.update = fill
+    try:
+        with suppress(_Filled):
+            yield
+    finally:
+        del layer.update  # the class's own again
 
 
 def _batch_to_tokens(x: Tensor, index: Tensor) -> Tensor:
@@ -241,7 +289,7 @@ def with_vocabulary(lm: LanguageModel, ids: Tensor) -> LanguageModel:
         small.bias = nn.Parameter(head.bias.detach()[ids].clone(), requires_grad=False)
     view = copy.copy(lm.model)
     view._modules = {**lm.model._modules, name: small}
-    return replace(lm, model=view)
+    return replace(lm, model=view, sinks={})
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------

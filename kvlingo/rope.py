@@ -6,7 +6,9 @@ module, so scaling (linear, llama3, yarn) and several frequency sets need no cod
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -27,6 +29,17 @@ class Rotary:
     def __init__(self, angles: AngleSource, layers: Sequence[LayerRope | None]) -> None:
         self._angles = angles
         self.layers = tuple(layers)
+        self._known: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor]] | None = None
+
+    def for_one_pass(self) -> Self:
+        """Return a copy that works out cos and sin once for all layers that share their frequencies and positions.
+
+        For one pass over the layers: it holds on to what it has worked out. Layers share them if they are given the same tensor
+        of positions.
+        """
+        mine = copy.copy(self)
+        mine._known = {}
+        return mine
 
     def rotate(self, keys: Tensor, layer: int, positions: Tensor) -> Tensor:
         """Give position-free `keys` [batch, heads, tokens, dim] their `positions` [tokens].
@@ -49,9 +62,7 @@ class Rotary:
         rope = self.layers[layer]
         if rope is None:
             return keys.clone()
-        cos, sin = self._planes(rope, positions, keys)
-        norm = cos.square() + sin.square()
-        cos, sin = cos / norm, sin / norm
+        cos, sin = self._planes(rope, positions, keys, inverse=True)
         x, y, rest = split_planes(keys, rope)
         return join_planes(x * cos + y * sin, y * cos - x * sin, rest, rope, keys.dtype)
 
@@ -67,11 +78,21 @@ class Rotary:
             return keys.clone(), self.unrotate(values, layer, positions)
         return self.unrotate(keys, layer, positions), values.clone()
 
-    def _planes(self, rope: LayerRope, positions: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [tokens, planes], at least float32, on the device of `keys`."""
+    def _planes(
+        self, rope: LayerRope, positions: Tensor, keys: Tensor, *, inverse: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [tokens, planes], at least float32, on the device of `keys`; `inverse`: over cos² + sin²."""
         dtype = torch.promote_types(keys.dtype, torch.float32)
+        name = (id(positions), rope.layer_type, rope.repeat, dtype, keys.device, inverse)
+        if self._known is not None and name in self._known:
+            return self._known[name][1:]
         cos, sin = self._angles(positions, rope.layer_type)
         cos, sin = (one_per_plane(a, rope.repeat).to(keys.device, dtype) for a in (cos, sin))
+        if inverse:
+            norm = cos.square() + sin.square()
+            cos, sin = cos / norm, sin / norm
+        if self._known is not None:
+            self._known[name] = positions, cos, sin  # with the positions: while they live, nothing else has their id
         return cos, sin
 
 

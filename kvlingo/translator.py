@@ -7,7 +7,7 @@ tensors and geometry; does not know models, tokenizers or caches' insides.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -107,38 +107,83 @@ def embedding_block(lag: int) -> str:
     return f"embedding/{lag}"
 
 
+@dataclass(frozen=True)
+class Repeated:
+    """Rows of which many are alike: `rows[index]`, [tokens, columns] in all. What is done row by row is done once for each."""
+
+    rows: Tensor
+    index: Tensor
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def take(self, places: Tensor) -> Repeated:
+        """Return the rows at some places, without those that are not among them."""
+        used, index = torch.unique(self.index[places], return_inverse=True)
+        return Repeated(self.rows[used], index)
+
+
+Block = Tensor | Repeated
+
+
+def embedded(rows: Callable[[Tensor], Tensor], ids: Tensor) -> Repeated:
+    """Return the embeddings of a text's token ids [tokens], those of each distinct token once."""
+    distinct, index = torch.unique(ids, return_inverse=True)
+    return Repeated(rows(distinct), index)
+
+
+def dense(block: Block) -> Tensor:
+    """Return a block's rows [tokens, columns]."""
+    rows, index = _parts(block)
+    return rows if index is None else rows[index]
+
+
+def _parts(block: Block) -> tuple[Tensor, Tensor | None]:
+    return (block, None) if isinstance(block, Tensor) else (block.rows, block.index)
+
+
 def feature_blocks(
-    names: Sequence[str], *, source: KV | None, alignment: Tensor, embeddings: Tensor | None, start: int = 0
-) -> dict[str, Tensor]:
+    names: Sequence[str], *, source: KV | None, alignment: Tensor, embeddings: Block | None, start: int = 0
+) -> dict[str, Block]:
     """Gather feature blocks for the target tokens `start` … `start + len(alignment)` of a conversation.
 
     Args:
-        source: the source's cache, batch 1.
+        source: the source's cache, batch 1; a layer may lack the tokens before those that are looked at.
         alignment: [tokens] source token of each target token, all >= 0.
         embeddings: [all target tokens, hidden]: the target's own input embeddings of the whole conversation.
 
     Returns each block as [tokens, columns], float32 at least. Before the first token, lagged blocks repeat it.
     """
-    blocks: dict[str, Tensor] = {}
+    blocks: dict[str, Block] = {}
     place = torch.arange(start, start + len(alignment))
     for name in names:
         kind, *numbers = name.split("/")
         if kind == "embedding":
             if embeddings is None:
                 raise IncompatiblePair("this translator reads the text's embeddings; give the target's token ids")
-            rows = embeddings[(place - int(numbers[0])).clamp(min=0).to(embeddings.device)]
+            blocks[name] = _rows(embeddings, (place - int(numbers[0])).clamp(min=0))
         else:
             if source is None:
                 raise IncompatiblePair("this translator reads a source cache; give one")
             layer, lag = map(int, numbers)
-            rows = gather(source, layer, (alignment - lag).clamp(min=0))
-        blocks[name] = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            blocks[name] = _at_least_float(gather(source, layer, (alignment - lag).clamp(min=0)))
     return blocks
+
+
+def _rows(embeddings: Block, places: Tensor) -> Block:
+    if isinstance(embeddings, Tensor):
+        return _at_least_float(embeddings[places.to(embeddings.device)])
+    taken = embeddings.take(places.to(embeddings.index.device))
+    return Repeated(_at_least_float(taken.rows), taken.index)
+
+
+def _at_least_float(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def gather(kv: KV, layer: int, index: Tensor) -> Tensor:
     """Return the flat features [len(index), width] of some tokens of one layer, batch 1."""
-    index = index.to(kv.keys[layer].device)
+    index = index.to(kv.keys[layer].device) - (kv.tokens - kv.held(layer))
     chosen = (x[:, :, index] for x in (kv.keys[layer], kv.values[layer]))
     return torch.cat([flatten_heads(x) for x in chosen], dim=-1)[0]
 
@@ -188,22 +233,27 @@ class LayerMap(nn.Module):
                 y = y + self.residual(x)
         return self.finish(y.to(self.bias.dtype) + self.bias)
 
-    def from_blocks(self, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def from_blocks(self, blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
         """Do what `forward` does with the features [tokens, columns] in pieces, without putting them side by side.
 
-        Where nothing is to be learnt, a linear map is multiplied block by block with the features' scale folded into its weights.
-        Means are subtracted first: folded in as well, a mean far above its feature's spread would cancel to nothing but rounding.
+        Where nothing is to be learnt, a linear map is multiplied block by block with the features' scale folded into its weights,
+        and rows that are alike are multiplied once. Means are subtracted first: folded in as well, a mean far above its feature's
+        spread would cancel to nothing but rounding.
         """
-        dtypes = {block.dtype for block in blocks}
-        folded = self._fold(blocks[0].dtype) if len(dtypes) == 1 else None
+        dtypes = {_parts(block)[0].dtype for block in blocks}
+        folded = self._fold(dtypes.pop()) if len(dtypes) == 1 else None
         if folded is None:
-            return self(torch.cat(list(blocks), dim=-1))
+            return self(torch.cat([dense(block) for block in blocks], dim=-1))
         y = self.bias.detach().expand(len(blocks[0]), -1).clone()
-        widths = [block.shape[-1] for block in blocks]
+        widths = [_parts(block)[0].shape[-1] for block in blocks]
         for block, mean, weight in zip(
             blocks, self.feature_mean.split(widths), folded.weight.split(widths), strict=True
         ):
-            y.addmm_(block - mean, weight)
+            rows, index = _parts(block)
+            if index is None:
+                y.addmm_(rows - mean, weight)
+            else:
+                y += ((rows - mean) @ weight)[index]
         return self.finish(y)
 
     def _fold(self, dtype: torch.dtype) -> Folded | None:
@@ -360,7 +410,7 @@ class Translator(nn.Module):
         self,
         source: KV | None,
         alignment: Tensor,
-        embeddings: Tensor | None,
+        embeddings: Block | None,
         *,
         start: int = 0,
         skip: Sequence[int] | None = None,
@@ -384,12 +434,13 @@ class Translator(nn.Module):
             )
         skip = [min(s, tokens) for s in skip or [0] * len(config.target)]
         first = first_needed(config, skip, exact)
-        blocks: dict[str, Tensor] = {}
+        blocks: dict[str, Block] = {}
         for at in sorted(set(first.values())):
             names = [name for name in first if first[name] == at]
             blocks |= feature_blocks(
                 names, source=source, alignment=alignment[at:], embeddings=embeddings, start=start + at
             )
+        cut = _Cuts(blocks)
         keys, values = [], []
         for layer in range(len(config.target)):
             if native is not None and layer < exact:
@@ -397,7 +448,7 @@ class Translator(nn.Module):
             else:
                 layer_map = self.maps[str(layer)]
                 assert isinstance(layer_map, LayerMap)
-                k, v = layer_map.from_blocks([blocks[b][skip[layer] - first[b] :] for b in config.blocks(layer)])
+                k, v = layer_map.from_blocks([cut.after(b, skip[layer] - first[b]) for b in config.blocks(layer)])
             keys.append(k)
             values.append(v)
         return KV(tuple(keys), tuple(values), tokens)
@@ -420,6 +471,41 @@ def first_needed(config: TranslatorConfig, skip: Sequence[int], exact: int) -> d
         for block in config.blocks(layer):
             first[block] = min(first.get(block, skip[layer]), skip[layer])
     return dict(sorted(first.items()))
+
+
+def first_read(config: TranslatorConfig, skip: Sequence[int], exact: int, alignment: Tensor, tokens: int) -> list[int]:
+    """Return for each source layer the first source token that any map reads; `tokens` where none reads the layer.
+
+    Args:
+        skip, exact: as for `Translator.forward` and `first_needed`.
+        alignment: [translated tokens] source token of each.
+        tokens: what the source holds.
+    """
+    first = [tokens] * len(config.source)
+    for block, at in first_needed(config, [min(s, len(alignment)) for s in skip], exact).items():
+        kind, *numbers = block.split("/")
+        if kind == "source" and at < len(alignment):
+            layer, lag = map(int, numbers)
+            first[layer] = min(first[layer], max(0, int(alignment[at:].min()) - lag))
+    return first
+
+
+class _Cuts:
+    """Feature blocks without their first rows, made once for all layers that read them from the same row on."""
+
+    def __init__(self, blocks: Mapping[str, Block]) -> None:
+        self._blocks = blocks
+        self._repeated: dict[tuple[str, int], Repeated] = {}
+
+    def after(self, name: str, rows: int) -> Block:
+        block = self._blocks[name]
+        if isinstance(block, Tensor):
+            return block[rows:]
+        if not rows:
+            return block
+        if (name, rows) not in self._repeated:
+            self._repeated[name, rows] = block.take(torch.arange(rows, len(block), device=block.index.device))
+        return self._repeated[name, rows]
 
 
 def without_residual(translator: Translator) -> Translator:

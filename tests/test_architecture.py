@@ -27,7 +27,7 @@ ORDER = re.findall(
 SERVE_ORDER = re.findall(
     r"\w+",
     """
-    protocol settings keys sessions freezing disk shelf sampling decoding healing switching engine routing loading
+    protocol settings keys sessions freezing disk shelf sampling decoding healing switching ahead engine routing loading
     calibrating schema replies answering metrics doors speaking gateway
     """,
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvlingo.cache import KV, write_cache
 from kvlingo.generation import generate
 from kvlingo.handoff import ModelState, assemble, continuation_logits, hand_off, read_native
-from kvlingo.models import LanguageModel, first_layers, native_layers, prefill, read
+from kvlingo.models import LanguageModel, first_layers, native_layers, prefill, read, read_sinks
 from kvlingo.plan import plan_handoff
 from kvlingo.rope import Rotary
 from kvlingo.translator import Translator, identity_translator
@@ -168,6 +168,37 @@ def test_identity_of_the_first_layers(family: str) -> None:
             assert part.held(layer) == 30
             torch.testing.assert_close(part.keys[layer], whole.keys[layer], atol=within, rtol=0)
             torch.testing.assert_close(part.values[layer], whole.values[layer], atol=within, rtol=0)
+
+
+def test_layer_zero_is_read_without_its_mlp_and_leaves_the_cache_layers_alone() -> None:
+    """Nothing after layer 0's keys and values is computed: three times the work of what is needed."""
+    lm = tiny.language_model("gemma3")
+    ids, seen = tiny.ids_of(lm, 12), list[str]()
+    layer = lm.model.model.layers[0]
+    hooks = [m.register_forward_hook(lambda *_, name=n: seen.append(name)) for n, m in layer.named_modules()]
+    native_layers(lm, ids, 1)
+    assert "self_attn.k_proj" in seen
+    assert not any(name.startswith("mlp") or name == "self_attn.o_proj" for name in seen)
+    native_layers(lm, ids, 2)
+    assert any(name.startswith("mlp") for name in seen)
+    for hook in hooks:
+        hook.remove()
+
+
+def test_special_first_tokens_are_read_once_and_text_is_not_remembered() -> None:
+    lm = replace(tiny.language_model("gemma3"), sinks={})
+    special, plain = torch.tensor([lm.tokenizer.bos_token_id]), tiny.ids_of(lm, 4)[1:]
+    assert not set(plain.tolist()) & set(lm.tokenizer.all_special_ids)
+    wanted, passes = read(lm, special), list[int]()
+    hook = lm.model.model.register_forward_hook(lambda *_: passes.append(1))
+    for _ in range(3):
+        torch.testing.assert_close(read_sinks(lm, special).keys[1], wanted.keys[1], atol=0, rtol=0)
+    assert len(passes) == 1
+    for _ in range(2):
+        read_sinks(lm, plain)
+    assert len(passes) == 3
+    hook.remove()
+    assert list(lm.sinks) == [tuple(special.tolist())]
 
 
 def test_the_first_layers_share_the_weights_and_leave_the_model_alone() -> None:

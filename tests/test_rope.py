@@ -226,3 +226,24 @@ def test_a_wrong_layout_is_not_the_inverse(wrong: Callable[[LayerRope], LayerRop
 
 def _with(rope: LayerRope, **changes: Any) -> LayerRope:
     return LayerRope(**{**rope.__dict__, **changes})
+
+
+def test_angles_worked_out_once_for_all_layers_are_the_same() -> None:
+    """One pass over the layers asks the model's rotary module once for each set of frequencies and positions."""
+    lm = tiny.language_model("gemma3")
+    asked = list[str | None]()
+
+    def angles(positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+        asked.append(kind)
+        return lm.rotary._angles(positions, kind)
+
+    rotary = Rotary(angles, lm.rotary.layers)
+    once, again = rotary.for_one_pass(), torch.arange(9)
+    shape = lm.geometry.layers[0]
+    keys = torch.randn(1, shape.kv_heads, 9, shape.key_dim, dtype=torch.float64)
+    for layer in range(len(lm.geometry)):
+        for positions in (again, again + 40):
+            assert torch.equal(once.rotate(keys, layer, positions), lm.rotary.rotate(keys, layer, positions))
+        assert torch.equal(once.unrotate(keys, layer, again), lm.rotary.unrotate(keys, layer, again))
+    kinds = len({rope.layer_type for rope in lm.rotary.layers if rope is not None})
+    assert len(asked) == 2 * kinds + len(lm.geometry), "rotating and undoing it, and other positions each time"

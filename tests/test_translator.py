@@ -19,7 +19,9 @@ from kvlingo.translator import (
     Translator,
     TranslatorConfig,
     check_geometry,
+    embedded,
     feature_blocks,
+    first_read,
     head_columns,
     identity_translator,
     rms_normalise,
@@ -242,6 +244,59 @@ def test_skipping_is_cutting(kind: str) -> None:
         assert part.held(layer) == TOKENS - count
         torch.testing.assert_close(part.keys[layer], whole.keys[layer][:, :, count:], atol=1e-12, rtol=0)
         torch.testing.assert_close(part.values[layer], whole.values[layer][:, :, count:], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("skip", [[0, 0], [2, 5], [7, 7]])
+def test_embeddings_given_once_for_each_distinct_token(kind: str, skip: list[int]) -> None:
+    """The fast path, products made once for rows that are alike, gives what the plain one does."""
+    ids = torch.tensor([4, 1, 4, 4, 0, 1, 2, 4, 4, 3, 1, 4])
+    table = torch.randn(5, HIDDEN, dtype=torch.float64)
+    translator, source, first = made(**KINDS[kind]), source_kv(), layer_zero()
+    once = embedded(lambda distinct: table[distinct], ids)
+    assert len(once.rows) == 5
+    with torch.no_grad():
+        wanted = translator(source, ALIGNMENT, table[ids], start=START, native=first, skip=skip)
+        got = translator(source, ALIGNMENT, once, start=START, native=first, skip=skip)
+    for a, b in zip((*got.keys, *got.values), (*wanted.keys, *wanted.values), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+    learnt = translator(source, ALIGNMENT, once, start=START, native=first, skip=skip)
+    torch.testing.assert_close(learnt.keys[1], wanted.keys[1], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("lags", [(0,), (0, 2)])
+@pytest.mark.parametrize("skip", [[0, 0], [2, 5], [6, 7], [9, 9]])
+def test_source_tokens_that_no_map_reads_can_be_left_out(skip: list[int], lags: tuple[int, ...]) -> None:
+    """What `first_read` tells is enough, and nothing of it could be spared."""
+    of = config(source_lags=lags)
+    translator, source = randomised(Translator(of).double()), source_kv()
+    wanted = translator(source, ALIGNMENT, EMBEDDINGS, start=START, native=layer_zero(), skip=skip)
+    first = first_read(of, skip, 1, ALIGNMENT, SOURCE_TOKENS)
+    assert first[0] == SOURCE_TOKENS, "layer 0 of the source feeds layer 0 of the target alone, which is native"
+    short = cut_to(source, first)
+    got = translator(short, ALIGNMENT, EMBEDDINGS, start=START, native=layer_zero(), skip=skip)
+    assert torch.equal(got.keys[1], wanted.keys[1])
+    if skip[1] < TOKENS:
+        assert first[1] == max(0, int(ALIGNMENT[skip[1]]) - max(lags))
+        pairs = zip(source.keys, first, strict=True)
+        loud = [k.index_fill(2, torch.tensor([at]), 9.0) if at < SOURCE_TOKENS else k for k, at in pairs]
+        moved = translator(
+            KV(tuple(loud), source.values, SOURCE_TOKENS),
+            ALIGNMENT,
+            EMBEDDINGS,
+            start=START,
+            native=layer_zero(),
+            skip=skip,
+        )
+        assert not torch.equal(moved.keys[1], wanted.keys[1])
+
+
+def cut_to(kv: KV, first: list[int]) -> KV:
+    return KV(
+        tuple(k[:, :, at:] for k, at in zip(kv.keys, first, strict=True)),
+        tuple(v[:, :, at:] for v, at in zip(kv.values, first, strict=True)),
+        kv.tokens,
+    )
 
 
 @pytest.mark.parametrize("skip", [[7, 7], [9, 9]])

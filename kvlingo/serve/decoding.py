@@ -127,6 +127,7 @@ class Lane:
         self._batch: Batch | None = None
         self._joined_at = 0
         self._beginning = 0
+        self._news = False
         self._mean_s = 1.0
         # Padding a batch needs a cache that can be made from parts, and angles that don't depend on the longest row.
         self._one_by_one = lm.target_refusal is not None or lm.geometry.angle_limit is not None
@@ -153,6 +154,12 @@ class Lane:
         job.cancelled.set()
         with self._changed:
             self._queue.remove(job)
+            self._changed.notify_all()
+
+    def look_again(self) -> None:
+        """Say that there may be work for a pause."""
+        with self._changed:
+            self._news = True
             self._changed.notify_all()
 
     @property
@@ -211,7 +218,9 @@ class Lane:
         wait_s: float | None = None if self._when_idle is None else 0.0
         while True:
             with self._changed:
-                if self._changed.wait_for(self._has_work, wait_s):
+                self._changed.wait_for(lambda: self._has_work() or self._news, wait_s)
+                self._news = False
+                if self._has_work():
                     if not len(self._queue) or len(self._rows) >= self._max_rows:
                         return None
                     self._beginning = 1

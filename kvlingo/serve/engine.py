@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,10 +20,21 @@ from kvlingo.chat import takes_tools
 from kvlingo.errors import BadInput
 from kvlingo.handoff import ModelState
 from kvlingo.models import LanguageModel
+from kvlingo.serve.ahead import Ahead, answered
 from kvlingo.serve.decoding import Job, Lane, Started, clipped
 from kvlingo.serve.disk import Disk
 from kvlingo.serve.healing import Healer
-from kvlingo.serve.protocol import Done, Event, ModelInfo, Request, TooLong, Unavailable, UnknownModel, Unsupported
+from kvlingo.serve.protocol import (
+    Done,
+    Event,
+    ModelInfo,
+    Piece,
+    Request,
+    TooLong,
+    Unavailable,
+    UnknownModel,
+    Unsupported,
+)
 from kvlingo.serve.sampling import check
 from kvlingo.serve.sessions import Sessions
 from kvlingo.serve.shelf import Shelf
@@ -47,6 +58,7 @@ class Limits:
         max_queue: requests of one tenant that wait, for each model.
         cache_bytes: of all snapshots.
         heal: read approximate snapshots again, exactly, while no model has anything to do.
+        ahead: translate what one model has answered for those that a translator leads to, while no model has anything to do.
     """
 
     max_rows: int = 8
@@ -54,6 +66,7 @@ class Limits:
     cache_bytes: int = 2 << 30
     rule: Rule = field(default_factory=Rule)
     heal: bool = False
+    ahead: bool = False
 
 
 class LocalEngine:
@@ -84,12 +97,25 @@ class LocalEngine:
         self._counts, self._counting = Counter[str](dict.fromkeys(COUNTED, 0)), threading.Lock()
         self._draining = False
         self._healers = [Healer(name, lm, self._sessions, self._is_busy) for name, lm in models.items() if limits.heal]
-        pauses = {healer.name: healer.do_a_piece for healer in self._healers}
+        self._ways = [(link.source, link.target) for link in links if not link.refusal]
+        self._ahead = {name: self._ahead_of(name) for _, name in self._ways if limits.ahead}
         self._lanes: dict[str, Lane] = {}
         for name, lm in models.items():
             self._lanes[name] = Lane(
-                lm, max_rows=limits.max_rows, max_queue=limits.max_queue, when_idle=pauses.get(name)
+                lm, max_rows=limits.max_rows, max_queue=limits.max_queue, when_idle=self._in_pauses(name)
             )
+
+    def _ahead_of(self, name: str) -> Ahead:
+        lm = self._sides[name].lm
+        prepare = partial(prompt_of, lm=lm, add_generation_prompt=False)
+        return Ahead(name, self._switch, prepare, self._keep, self._is_busy)
+
+    def _in_pauses(self, name: str) -> Callable[[], float | None] | None:
+        """Return what one model's worker does in pauses: first what makes the next switch cheap, then what makes it exact."""
+        pieces = [h.do_a_piece for h in self._healers if h.name == name]
+        if name in self._ahead:
+            pieces.insert(0, self._ahead[name].do_a_piece)
+        return partial(_first_of, pieces) if pieces else None
 
     def _is_busy(self) -> bool:
         """Tell whether any model has something to do: all share the same cores or the same accelerator."""
@@ -126,16 +152,27 @@ class LocalEngine:
             submitted=asked,
         )
         lane.submit(job)
+        said = ""
         try:
             while True:
                 event = await events.get()
                 if isinstance(event, Exception):
                     raise event
+                said += event.text if isinstance(event, Piece) else ""
+                if isinstance(event, Done):
+                    self._look_ahead(request, said)
                 yield event
                 if isinstance(event, Done):
                     return
         finally:
             lane.cancel(job)
+
+    def _look_ahead(self, request: Request, said: str) -> None:
+        """Let the models that may be asked next be made ready for this conversation with its answer."""
+        for source, target in self._ways:
+            if source == request.model and target in self._ahead:
+                self._ahead[target].put(answered(request, said, target))
+                self._lanes[target].look_again()
 
     def _read(self, request: Request, lm: LanguageModel) -> Prompt:
         """Check a request, tokenise it and bring back from disk what helps; neither on the event loop nor where models run."""
@@ -169,7 +206,7 @@ class LocalEngine:
     def stats(self) -> Mapping[str, float]:
         """Return counters since the start, and gauges: `queued`, `running`, `cache_bytes`, `cache_snapshots`.
 
-        With a disk `spill_…` too, with healing `heal_…`.
+        With a disk `spill_…` too, with healing `heal_…`, with translating ahead `ahead_…`.
         """
         total = Counter[str]()
         for lane in self._lanes.values():
@@ -180,6 +217,8 @@ class LocalEngine:
         total.update(self._shelf.stats() if self._shelf else {})
         for healer in self._healers:
             total.update(healer.counts)
+        for ahead in self._ahead.values():
+            total.update(ahead.counts)
         gauges = {"cache_bytes": self._sessions.num_bytes, "cache_snapshots": len(self._sessions)}
         return {name: float(value) for name, value in {**total, **gauges}.items()}
 
@@ -192,6 +231,15 @@ class LocalEngine:
         await asyncio.gather(*(asyncio.to_thread(lane.stop, STOP_S) for lane in self._lanes.values()))
         if self._shelf:
             await asyncio.to_thread(self._shelf.close, self._sessions.all(), SAVE_S)
+
+
+def _first_of(pieces: Sequence[Callable[[], float | None]]) -> float | None:
+    """Do a piece of the first work that there is; return when to ask again."""
+    for piece in pieces:
+        again_s = piece()
+        if again_s is not None:
+            return again_s
+    return None
 
 
 def _put(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Any], event: Event | Exception) -> None:

@@ -36,6 +36,7 @@ def build_engine(settings: Settings, tell: Tell) -> LocalEngine | RoutedEngine:
         max_queue=settings.max_queue,
         cache_bytes=settings.cache_bytes,
         heal=settings.heal,
+        ahead=settings.ahead,
     )
     where = Where(settings.device, settings.dtype)
     disk = Disk(settings.cache_dir, settings.cache_disk_bytes or CACHE_DISK_BYTES) if settings.cache_dir else None

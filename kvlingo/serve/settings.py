@@ -40,6 +40,7 @@ class Settings:
         learned: folder that `kvlingo route fit` wrote, for the router learned.
         small, big: the models that the router chooses between, if not those served as small and big.
         heal: read approximate caches again, exactly, while nothing is asked for.
+        ahead: translate each answered turn for the other models while nothing is asked for.
         cors_origins: pages of other hosts that may call from a browser; those of this computer always may.
         drain_s: how long running answers may go on after SIGTERM.
         keepalive_s: silence in a stream after which a comment is sent.
@@ -67,6 +68,7 @@ class Settings:
     cache_dir: Path | None = None
     cache_disk_bytes: int | None = None
     heal: bool = False
+    ahead: bool = False
     cors_origins: tuple[str, ...] = ()
     drain_s: float = 30.0
     keepalive_s: float = 10.0
@@ -264,6 +266,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "cache_dir": path,
     "cache_disk_bytes": whole,
     "heal": truth,
+    "ahead": truth,
     "cors_origins": several,
     "drain_s": seconds,
     "keepalive_s": seconds,

@@ -16,7 +16,7 @@ import torch
 from kvlingo.cache import can_cut, fork, truncate
 from kvlingo.cost import TargetCost, handoff_flops, pass_flops
 from kvlingo.errors import KVLingoError, UnsupportedCache
-from kvlingo.handoff import Conversation, ModelState, hand_off, read_conversation
+from kvlingo.handoff import Conversation, HandOff, ModelState, hand_off, read_conversation
 from kvlingo.models import LanguageModel, decoder_layers, prefill
 from kvlingo.plan import HandoffPlan, SpanKind, reprefill_plan
 from kvlingo.probing import decoder_of
@@ -98,9 +98,9 @@ def _messages(prompt: Sequence[Message]) -> list[dict[str, object]]:
     return [dict(message) for message in prompt]
 
 
-def prompt_of(request: Request, lm: LanguageModel) -> Prompt:
+def prompt_of(request: Request, lm: LanguageModel, *, add_generation_prompt: bool = True) -> Prompt:
     """Render and tokenise a request for the model that answers. Raises `BadInput` for what its template refuses."""
-    return Prompt(request, _render(request, lm, add_generation_prompt=True))
+    return Prompt(request, _render(request, lm, add_generation_prompt=add_generation_prompt))
 
 
 def _render(request: Request, lm: LanguageModel, *, add_generation_prompt: bool) -> Reading:
@@ -204,6 +204,31 @@ class Switch:
         except Exception as error:  # the chat user gets an answer whatever a translator does
             return self._read_on(prompt, target, own, _told(error))
 
+    def worth_translating(self, prompt: Prompt) -> tuple[Offer, Match | None] | None:
+        """Return what a request for this would be translated from, and what the target holds; None where it would not be.
+
+        What was begun is gone on with, however little is new: else each turn would leave the next switch more to read.
+        """
+        target = self._sides[prompt.request.model]
+        own = self._own(prompt, target)
+        native = own.tokens if own else 0
+        offers, _ = self._offers(prompt, target, native)
+        offer = max(offers, key=lambda o: o.spared, default=None)
+        if offer is None:
+            return None
+        begun = own is not None and own.snapshot.translated_until > 0
+        if not begun and not self._pays(offer, target, len(prompt.reading), native, prompt.request.dial):
+            return None
+        return offer, own
+
+    @torch.no_grad()
+    def translate_until(self, prompt: Prompt, offer: Offer, state: ModelState | None, tokens: int) -> ModelState | None:
+        """Bring the target from what it holds to the first `tokens` tokens of a prompt; None where it can't be translated."""
+        handed = self._hand_off(
+            replace(prompt, reading=first_tokens(prompt.reading, tokens)), offer, state, prompt.request.dial
+        )
+        return None if handed.plan.fallback else handed.state
+
     def _own(self, prompt: Prompt, target: Side) -> Match | None:
         """Return the most that the target can go on from; one token is always left to read.
 
@@ -264,23 +289,26 @@ class Switch:
         return handing < pass_flops(target.cost, tokens - native, after=native)
 
     def _translate(self, prompt: Prompt, target: Side, offer: Offer, own: Match | None, dial: Dial) -> Started:
-        handed = hand_off(
-            prompt.conversation,
-            offer.source.lm,
-            target.lm,
-            offer.link.translator,
-            sink=dial.sink,
-            tail=dial.tail,
-            source_state=offer.state,
-            target_state=own.snapshot.state if own else None,
-            reading=prompt.reading,
-        )
+        handed = self._hand_off(prompt, offer, own.snapshot.state if own else None, dial)
         if handed.plan.fallback and own:
             raise UnsupportedCache(handed.plan.fallback)  # go on from what the target holds instead
         assert handed.logits is not None
         for snapshot in (offer.snapshot, *([own.snapshot] if own else ())):
             self._sessions.used(snapshot)
         return Started(handed.state, handed.logits, begun(handed.plan, target.name, offer.link.source))
+
+    def _hand_off(self, prompt: Prompt, offer: Offer, state: ModelState | None, dial: Dial) -> HandOff:
+        return hand_off(
+            prompt.conversation,
+            offer.source.lm,
+            self._sides[prompt.request.model].lm,
+            offer.link.translator,
+            sink=dial.sink,
+            tail=dial.tail,
+            source_state=offer.state,
+            target_state=state,
+            reading=prompt.reading,
+        )
 
     def _read_on(self, prompt: Prompt, target: Side, own: Match | None, reason: str | None) -> Started:
         """Let the target read what it does not hold."""

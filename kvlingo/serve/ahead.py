@@ -1,0 +1,120 @@
+"""Translating before anybody asks: what one model has answered is made readable for another while nothing is asked for.
+
+A switch then costs the tokens that are new. Knows one target, the switch and what was answered last; works in bounded pieces on
+the thread where the target runs, so a request waits for one piece at most. Does not know queues: whoever calls says when nothing
+else is to be done.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvlingo.handoff import ModelState
+from kvlingo.serve.protocol import Dial, Message, Request
+from kvlingo.serve.sessions import Place
+from kvlingo.serve.switching import Offer, Prompt, Switch
+
+LOG = logging.getLogger(__name__)
+PIECE_TOKENS = 256
+AGAIN_S = 0.05
+MOST_WAITING = 64
+COUNTED = ("ahead_done", "ahead_pieces", "ahead_tokens", "ahead_abandoned", "ahead_failed")
+
+
+def answered(request: Request, text: str, target: str) -> Request:
+    """Return what another model will be asked to go on from: a request with its answer, without the dial it was given."""
+    if isinstance(request.prompt, str):
+        return replace(request, model=target, prompt=request.prompt + text, dial=Dial())
+    said: Message = {"role": "assistant", "content": text}
+    return replace(request, model=target, prompt=(*request.prompt, said), dial=Dial())
+
+
+@dataclass
+class _Work:
+    """A conversation on its way; `state` is what the target holds of it by now."""
+
+    prompt: Prompt
+    offer: Offer
+    state: ModelState | None
+    tokens: int
+
+
+class Ahead:
+    """Makes one target ready for what it may be asked next, the latest conversation first.
+
+    Args:
+        name: the target's, as it is served.
+        prepare: tokenises a request for the target.
+        keep: takes the finished state.
+        busy: whether anything else is to be done, here or elsewhere.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        switch: Switch,
+        prepare: Callable[[Request], Prompt],
+        keep: Callable[[Prompt, ModelState], None],
+        busy: Callable[[], bool],
+    ) -> None:
+        self.name, self.counts = name, Counter[str](dict.fromkeys(COUNTED, 0))
+        self._switch, self._prepare, self._keep, self._busy = switch, prepare, keep, busy
+        self._waiting: OrderedDict[Place, Request] = OrderedDict()
+        self._lock = threading.Lock()
+        self._work: _Work | None = None
+
+    def put(self, request: Request) -> None:
+        """Note what was answered; of one conversation only the latest counts. Any thread may call."""
+        place = Place(request.tenant, request.conversation, self.name)
+        with self._lock:
+            self._waiting[place] = request
+            self._waiting.move_to_end(place)
+            if len(self._waiting) > MOST_WAITING:
+                self._waiting.popitem(last=False)
+                self.counts["ahead_abandoned"] += 1
+
+    def do_a_piece(self) -> float | None:
+        """Translate up to `PIECE_TOKENS` tokens; return in how many seconds to go on, None for nothing to do."""
+        if self._work is None and not self._waiting:
+            return None
+        if self._busy():
+            return AGAIN_S
+        try:
+            if self._work is None:
+                self._begin()
+            else:
+                self._go_on(self._work)
+        except Exception as error:  # the switch itself will do what it can, and tell
+            self.counts["ahead_failed"] += 1
+            self._work = None
+            LOG.warning("%s: translating ahead failed", self.name, exc_info=error)
+        return 0.0
+
+    def _begin(self) -> None:
+        with self._lock:
+            _, request = self._waiting.popitem()
+        prompt = self._prepare(request)
+        found = self._switch.worth_translating(prompt)
+        if found is not None:
+            offer, own = found
+            self._work = _Work(prompt, offer, own.snapshot.state if own else None, own.tokens if own else 0)
+
+    def _go_on(self, work: _Work) -> None:
+        whole = len(work.prompt.reading)
+        until = min(work.tokens + PIECE_TOKENS, whole)
+        state = self._switch.translate_until(work.prompt, work.offer, work.state, until)
+        if state is None:
+            self._work = None
+            self.counts["ahead_abandoned"] += 1
+            return
+        self.counts["ahead_pieces"] += 1
+        self.counts["ahead_tokens"] += until - work.tokens
+        work.state, work.tokens = state, until
+        if until == whole:
+            self._work = None
+            self._keep(work.prompt, state)
+            self.counts["ahead_done"] += 1

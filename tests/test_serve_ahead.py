@@ -1,0 +1,135 @@
+"""What was answered is translated before anybody asks; a switch then reads what is new, and waits for one piece at most."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import kvlingo.serve.ahead as ahead
+from kvlingo.serve.ahead import AGAIN_S, Ahead, answered
+from kvlingo.serve.engine import LocalEngine
+from kvlingo.serve.protocol import Dial
+from kvlingo.serve.switching import Rule, prompt_of
+from tests import tiny
+from tests.serving import ask, assistant, cold_ids, request_for, twin_engine, user
+
+LM = tiny.language_model("llama")
+FIRST = [user(tiny.text(16, seed=1))]
+ALWAYS = Rule(reprefill_up_to=0, translate_from=1)
+QUESTION = user("and then?")
+
+
+def wait_for(engine: LocalEngine, figure: str, least: int, seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while engine.stats()[figure] < least:
+        assert time.monotonic() < until, f"{figure} stays at {engine.stats()[figure]}"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_switch_reads_only_what_is_new_and_answers_as_cold(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through an identity pair the answer is token for token that of a model that has read everything itself."""
+    monkeypatch.setattr(ahead, "PIECE_TOKENS", 20)
+    with twin_engine(family, ahead=True, rule=ALWAYS) as (engine, lm):
+        (said,) = ask(engine, request_for(lm, "a", FIRST))
+        wait_for(engine, "ahead_done", 1)
+        assert engine.stats()["ahead_pieces"] > 3
+        messages = [*FIRST, assistant(said.text), QUESTION]
+        (found,) = ask(engine, request_for(lm, "b", messages))
+        new = found.begun.prompt_tokens - found.begun.native_tokens
+        assert found.begun.translated_tokens == 0
+        assert 0 < new < 40
+        assert found.begun.hops == 1, "what was translated ahead never passes for exact"
+        assert found.ids == cold_ids(lm, messages)
+
+
+def test_a_re_prefill_that_is_asked_for_takes_nothing_of_it() -> None:
+    with twin_engine("llama", ahead=True, rule=ALWAYS) as (engine, lm):
+        (said,) = ask(engine, request_for(lm, "a", FIRST))
+        wait_for(engine, "ahead_done", 1)
+        messages = [*FIRST, assistant(said.text), QUESTION]
+        (found,) = ask(engine, request_for(lm, "b", messages, dial=Dial("reprefill")))
+        assert found.begun.hops == 0
+        assert found.begun.native_tokens <= 2
+
+
+def test_later_turns_are_translated_on_from_there() -> None:
+    with twin_engine("llama", ahead=True, rule=replace(ALWAYS, reprefill_up_to=50, translate_from=60)) as (engine, lm):
+        (said,) = ask(engine, request_for(lm, "a", FIRST))
+        wait_for(engine, "ahead_done", 1)
+        first = engine.stats()["ahead_tokens"]
+        messages = [*FIRST, assistant(said.text), QUESTION]
+        (more,) = ask(engine, request_for(lm, "a", messages))
+        wait_for(engine, "ahead_done", 2)
+        assert engine.stats()["ahead_tokens"] - first < 50, "only what is new is translated"
+        messages += [assistant(more.text), QUESTION]
+        (found,) = ask(engine, request_for(lm, "b", messages))
+        assert found.begun.prompt_tokens - found.begun.native_tokens < 40
+        assert found.ids == cold_ids(lm, messages)
+
+
+def test_what_would_be_read_again_is_not_translated_ahead() -> None:
+    """Below the rule's limit a switch reads natively, exactly; so nothing approximate is put in its way."""
+    with twin_engine("llama", ahead=True, rule=Rule(reprefill_up_to=10_000, translate_from=20_000)) as (engine, lm):
+        ask(engine, request_for(lm, "a", FIRST))
+        time.sleep(0.3)
+        assert engine.stats()["ahead_done"] == engine.stats()["ahead_pieces"] == 0
+
+
+def test_without_it_nothing_is_done() -> None:
+    with twin_engine("llama", rule=ALWAYS) as (engine, lm):
+        ask(engine, request_for(lm, "a", FIRST))
+        assert not [name for name in engine.stats() if name.startswith("ahead")]
+
+
+def test_tenants_and_pinned_conversations_stay_apart() -> None:
+    with twin_engine("llama", ahead=True, rule=ALWAYS) as (engine, lm):
+        first = replace(request_for(lm, "a", FIRST), tenant="one", conversation="mine")
+        (said,) = ask(engine, first)
+        wait_for(engine, "ahead_done", 1)
+        messages = (*FIRST, assistant(said.text), QUESTION)
+        for other in ({"tenant": "two", "conversation": "mine"}, {"tenant": "one", "conversation": None}):
+            (found,) = ask(engine, replace(request_for(lm, "b", list(messages)), **other))
+            assert found.begun.native_tokens == 0
+        (found,) = ask(engine, replace(request_for(lm, "b", list(messages)), tenant="one", conversation="mine"))
+        assert found.begun.native_tokens > 50
+
+
+def test_it_waits_while_anything_is_asked_for_and_gives_up_what_fails(caplog: pytest.LogCaptureFixture) -> None:
+    busy, kept = True, list[Any]()
+
+    class Broken:
+        def worth_translating(self, prompt: Any) -> Any:
+            raise RuntimeError("no")
+
+    work = Ahead("b", Broken(), lambda r: prompt_of(r, LM), lambda *a: kept.append(a), lambda: busy)  # type: ignore[arg-type]
+    assert work.do_a_piece() is None
+    work.put(request_for(LM, "b", FIRST))
+    assert work.do_a_piece() == AGAIN_S
+    busy = False
+    assert work.do_a_piece() == 0.0
+    assert work.counts["ahead_failed"] == 1
+    assert "translating ahead failed" in caplog.text
+    assert work.do_a_piece() is None
+    assert not kept
+
+
+def test_of_one_conversation_only_the_latest_waits_and_there_is_an_end_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "MOST_WAITING", 2)
+    work = Ahead("b", None, lambda r: prompt_of(r, LM), lambda *_: None, lambda: False)  # type: ignore[arg-type]
+    for name in ("1", "2", "1", "3"):
+        work.put(replace(request_for(LM, "b", FIRST), conversation=name))
+    assert [place.conversation for place in work._waiting] == ["1", "3"]
+    assert work.counts["ahead_abandoned"] == 1
+
+
+def test_the_answer_becomes_part_of_what_is_asked_next() -> None:
+    chat = answered(replace(request_for(LM, "a", FIRST), dial=Dial("reprefill", tail=9)), "yes", "b")
+    assert chat.model == "b"
+    assert chat.dial == Dial()
+    assert chat.prompt == (*FIRST, assistant("yes"))
+    text = answered(replace(request_for(LM, "a", FIRST), prompt="once "), "upon", "b")
+    assert text.prompt == "once upon"
