@@ -11,7 +11,8 @@ import torch
 from kvlingo.errors import BadInput
 from kvlingo.manifest import Manifest, card_of
 from kvlingo.serve.engine import Limits, LocalEngine
-from kvlingo.serve.loading import links_of, load_engine, refusal_of
+from kvlingo.serve.loading import links_of, load_engine, refusal_of, warm_up
+from kvlingo.serve.switching import Link
 from kvlingo.store import save_translator
 from kvlingo.translator import identity_translator
 from tests import tiny
@@ -36,7 +37,7 @@ def test_a_translator_goes_between_the_models_it_was_fitted_on(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("held_out", "why"),
-    [(None, "never evaluated"), ({"verdict": "FAIL"}, "FAIL"), ({}, "None"), ({"verdict": "PASS"}, None)],
+    [(None, "never evaluated"), ({"verdict": "FAIL"}, "FAIL"), ({}, "never evaluated"), ({"verdict": "PASS"}, None)],
 )
 def test_only_a_passed_report_lets_a_translator_in(held_out: dict[str, Any] | None, why: str | None) -> None:
     refusal = refusal_of(Manifest(CARD, CARD, {}, held_out), Path("t"))
@@ -69,3 +70,18 @@ def test_an_engine_from_folders(tmp_path: Path) -> None:
         (found,) = ask(engine, request_for(A, "big", text))
         assert found.begun.source == "small"
         assert found.begun.translated_tokens > 100
+
+
+def test_warming_up_goes_the_whole_way_once_and_a_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    translator, told = identity_translator(A.geometry, torch.float64), list[str]()
+    used = list[int]()
+    hook = translator.register_forward_hook(lambda *_: used.append(1))
+    warm_up({"a": A, "b": A}, Link("a", "b", translator), told.append)
+    assert used
+    assert not told
+    warm_up({"a": A, "b": A}, Link("a", "b", translator, refusal="it failed"), told.append)
+    assert len(used) == 1, "what is not used needs no warming"
+    hook.remove()
+    monkeypatch.setattr("kvlingo.serve.loading.WARM_UP", "")
+    warm_up({"a": A, "b": A}, Link("a", "b", translator), told.append)
+    assert "a → b: warming up failed" in told[0]

@@ -12,6 +12,7 @@ from itertools import permutations
 from pathlib import Path
 
 from kvlingo.errors import BadInput
+from kvlingo.handoff import hand_off
 from kvlingo.jobs import Where
 from kvlingo.manifest import Manifest
 from kvlingo.models import LanguageModel, load_model, quiet_loading
@@ -25,6 +26,7 @@ from kvlingo.serve.switching import Link, Rule
 from kvlingo.store import load_translator, read_manifest
 
 Tell = Callable[[str], None]
+WARM_UP = "Every map is used once, and every kernel that it needs is made ready. " * 8
 
 
 def build_engine(settings: Settings, tell: Tell) -> LocalEngine | RoutedEngine:
@@ -71,8 +73,20 @@ def load_engine(
 ) -> LocalEngine:
     """Load models (served name → hub id, folder or .gguf file) and translators' folders into an engine."""
     loaded = load_models(models, where or Where(), tell)
-    links = links_between(loaded, translators, tell)
-    return LocalEngine(loaded, with_rules(links, loaded, switches), limits, disk)
+    links = with_rules(links_between(loaded, translators, tell), loaded, switches)
+    for link in links:
+        warm_up(loaded, link, tell)
+    return LocalEngine(loaded, links, limits, disk)
+
+
+def warm_up(models: Mapping[str, LanguageModel], link: Link, tell: Tell) -> None:
+    """Hand one text over, so that the first who switches does not wait for what a first time costs (seconds)."""
+    if link.refusal is not None:
+        return
+    try:
+        hand_off(WARM_UP, models[link.source], models[link.target], link.translator)
+    except Exception as error:  # those who switch are told by the plan; the others are served
+        tell(f"{link.source} → {link.target}: warming up failed: {error}")
 
 
 def load_models(models: Mapping[str, str], where: Where, tell: Tell) -> dict[str, LanguageModel]:
@@ -145,6 +159,6 @@ def _link(models: Mapping[str, LanguageModel], source: str, target: str, folder:
 
 def refusal_of(manifest: Manifest, folder: Path) -> str | None:
     """Say why a translator is not to be used, or None: only a passed report on held-out documents lets it in."""
-    if manifest.held_out is None:
+    if manifest.verdict is None:
         return f"it was never evaluated; run kvlingo eval {folder.name}"
     return None if manifest.verdict == "PASS" else f"its report says {manifest.verdict}"
