@@ -2,10 +2,11 @@
 
     python -m bench.gateway --translator DIR [--tokens 2000] [--repeats 5] [--out results/gateway.json]
 
-Serves SmolLM2-135M-Instruct and Gemma-3-270M on a loopback port. Each repeat is a conversation of its own, so nothing is held
-from an earlier one: the small model answers the first turn, the next turn is asked of the large one twice, with `mode: translate`
-and with `mode: reprefill`, each under its own X-Conversation; which comes first alternates. Times are the client's: from sending
-the request to the first piece of text. The first turn (the source's own prefill) is timed too.
+Serves SmolLM2-135M-Instruct and Gemma-3-270M on loopback ports. Each repeat is a conversation of its own, so nothing is held
+from an earlier one: the small model answers the first turn, the next turn is asked of the large one three times, each under its
+own X-Conversation and in an order that rotates: with `mode: translate`, with `mode: reprefill`, and of a second server (the same
+models, `--ahead`) once it has translated the turn ahead; how long that took, from the end of the answer on, is told beside. Times
+are the client's: from sending the request to the first piece of text. The first turn (the source's own prefill) is timed too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,17 @@ from bench.corpora import held_out_and_training
 from kvlingo.assets import fetch_demo_models
 from kvlingo.environment import environment_card
 from kvlingo.models import LanguageModel, default_cache_dir, load_model
-from kvlingo.serve.engine import LocalEngine
+from kvlingo.serve import loading
+from kvlingo.serve.engine import Limits, LocalEngine
 from kvlingo.serve.gateway import listen, make_server
 from kvlingo.serve.settings import Settings
 from kvlingo.serve.switching import Link
 from kvlingo.store import load_translator
 
 SMALL, LARGE = "smollm2-135m-instruct", "gemma-3-270m"
-TOLD = ("native_tokens", "translated_tokens", "recomputed_tokens")
+TOLD = ("native_tokens", "translated_tokens", "recomputed_tokens", "hops")
+MODES = ("translate", "reprefill", "ahead")
+DIALS = {"translate": {"mode": "translate"}, "reprefill": {"mode": "reprefill"}, "ahead": {}}
 QUESTION = "Go on in the same manner."
 SECONDS = 600.0
 
@@ -48,7 +52,9 @@ class Turn:
     native_tokens: int
     translated_tokens: int
     recomputed_tokens: int
+    hops: int
     fallback: str | None
+    ready_ms: float | None = None
 
 
 def main() -> None:
@@ -65,9 +71,10 @@ def main() -> None:
     arguments = parser.parse_args()
     models = load_both(arguments)
     texts = long_texts(models[LARGE], arguments)
-    with served(models, arguments.translator) as url:
-        warm_up(url)
-        turns = [turn for number, text in enumerate(texts) for turn in one_conversation(url, text, number)]
+    with served(models, arguments.translator) as plain, served(models, arguments.translator, ahead=True) as early:
+        for url, _ in (plain, early):
+            warm_up(url)
+        turns = [turn for number, text in enumerate(texts) for turn in one_conversation(plain, early, text, number)]
     record = summary(turns) | {"turns": [asdict(turn) for turn in turns], "dtype": arguments.dtype}
     line = json.dumps(record | {"environment": environment_card()})
     if arguments.out:
@@ -93,17 +100,19 @@ def long_texts(lm: LanguageModel, arguments: argparse.Namespace) -> list[str]:
 
 
 @contextmanager
-def served(models: dict[str, LanguageModel], folder: Path) -> Iterator[str]:
-    """Serve both models with a translator between them, whether or not it was evaluated; give the address."""
+def served(models: dict[str, LanguageModel], folder: Path, *, ahead: bool = False) -> Iterator[tuple[str, LocalEngine]]:
+    """Serve both models with a translator between them, whether or not it was evaluated; give the address and the engine."""
     translator, _ = load_translator(folder, source=models[SMALL], target=models[LARGE])
-    engine = LocalEngine(models, [Link(SMALL, LARGE, translator.eval())])
+    link = Link(SMALL, LARGE, translator.eval())
+    loading.warm_up(models, link, print)
+    engine = LocalEngine(models, [link], Limits(ahead=ahead))
     settings = Settings(port=0, drain_s=1.0)
     with listen(settings) as listener:
         server = make_server(engine, settings)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", engine
         finally:
             server.should_exit = True
             thread.join(10)
@@ -115,21 +124,41 @@ def warm_up(url: str) -> None:
         ask(url, model, [{"role": "user", "content": "Hello."}], "warm", {})
 
 
-def one_conversation(url: str, text: str, number: int) -> Iterator[Turn]:
-    """Let the small model answer, then ask the large one in both ways."""
+Served = tuple[str, LocalEngine]
+
+
+def one_conversation(plain: Served, early: Served, text: str, number: int) -> Iterator[Turn]:
+    """Let the small model answer, then ask the large one in all ways."""
     opening = [{"role": "user", "content": text}]
-    modes = ("translate", "reprefill") if number % 2 == 0 else ("reprefill", "translate")
-    for mode in modes:
-        name = f"{number}-{mode}"
-        said, first = ask(url, SMALL, opening, name, {})
+    first = number % len(MODES)
+    for mode in (*MODES[first:], *MODES[:first]):
+        name, (url, engine) = f"{number}-{mode}", early if mode == "ahead" else plain
+        before = engine.stats().get("ahead_done", 0)
+        said, turn = ask(url, SMALL, opening, name, {})
+        ready = wait_until_ready(engine, before) if mode == "ahead" else None
         if mode == "translate":
-            yield first
+            yield turn
         messages = [*opening, {"role": "assistant", "content": said}, {"role": "user", "content": QUESTION}]
-        yield ask(url, LARGE, messages, name, {"mode": mode})[1]
+        yield replace(ask(url, LARGE, messages, name, dict(DIALS[mode]), mode)[1], ready_ms=ready)
+
+
+def wait_until_ready(engine: LocalEngine, before: float) -> float:
+    """Wait until one more turn has been translated ahead; return how long it took, in milliseconds."""
+    started = time.perf_counter()
+    while engine.stats()["ahead_done"] <= before:
+        if time.perf_counter() - started > SECONDS:
+            raise SystemExit(f"nothing was translated ahead: {engine.stats()}")
+        time.sleep(0.005)
+    return 1e3 * (time.perf_counter() - started)
 
 
 def ask(
-    url: str, model: str, messages: list[dict[str, str]], conversation: str, dial: dict[str, Any]
+    url: str,
+    model: str,
+    messages: list[dict[str, str]],
+    conversation: str,
+    dial: dict[str, Any],
+    mode: str = "first turn",
 ) -> tuple[str, Turn]:
     """Stream one answer; return its text and when it began."""
     body = {"model": model, "messages": messages, "max_tokens": 16, "temperature": 0, "stream": True, "kvlingo": dial}
@@ -149,7 +178,6 @@ def ask(
                 first = time.perf_counter()
             said += piece
     assert first is not None, f"{model} said nothing"
-    mode = dial.get("mode", "first turn")
     return said, Turn(mode, 1e3 * (first - started), *(told[name] for name in TOLD), told.get("fallback"))
 
 
@@ -158,17 +186,23 @@ def summary(turns: list[Turn]) -> dict[str, Any]:
     by_mode: dict[str, list[Turn]] = {}
     for turn in turns:
         by_mode.setdefault(turn.mode, []).append(turn)
-    refused = next((turn.fallback for turn in by_mode["translate"] if turn.fallback), None)
+    refused = next((turn.fallback for mode in ("translate", "ahead") for turn in by_mode[mode] if turn.fallback), None)
     if refused:
         raise SystemExit(f"a hand-over fell back: {refused}")
+    if not all(turn.hops == 1 for mode in ("translate", "ahead") for turn in by_mode[mode]):
+        raise SystemExit("an answer that should rest on a translation does not")
     times = {mode: [turn.first_token_ms for turn in found] for mode, found in by_mode.items()}
-    ratios = [b / a for a, b in zip(times["translate"], times["reprefill"], strict=True)]
     return {
         "first_token_ms": {mode: statistics.median(found) for mode, found in times.items()},
-        "ratio": statistics.median(ratios),
-        "ratio_lowest": min(ratios),
-        "ratio_highest": max(ratios),
+        "ready_ms": statistics.median(turn.ready_ms or 0.0 for turn in by_mode["ahead"]),
+        "ratios": {mode: ratio_of(times[mode], times["reprefill"]) for mode in ("translate", "ahead")},
     }
+
+
+def ratio_of(times: list[float], reprefill: list[float]) -> dict[str, float]:
+    """Return how many times longer a re-prefill took, over the conversations' pairs."""
+    ratios = [b / a for a, b in zip(times, reprefill, strict=True)]
+    return {"median": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
 
 
 if __name__ == "__main__":

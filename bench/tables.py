@@ -150,10 +150,19 @@ def gateway() -> str:
         return "Not measured yet.\n"
     times, repeats = record["first_token_ms"], sum(turn["mode"] == "translate" for turn in record["turns"])
     tokens = next(turn["translated_tokens"] for turn in record["turns"] if turn["mode"] == "translate")
-    lines = ["| tokens translated | translate, ms | re-prefill, ms | ratio (lowest … highest) |", "|---|---|---|---|"]
-    ratio = f"{record['ratio']:.1f}× ({record['ratio_lowest']:.1f}× … {record['ratio_highest']:.1f}×)"
-    lines.append(f"| {tokens:,} | {times['translate']:.0f} | {times['reprefill']:.0f} | {ratio} |")
-    lines += ["", f"Medians of {repeats} conversations, {record['dtype']}, {record['environment']['cores']} cores."]
+    lines = [
+        "| the large model answers after | first token, ms | shorter than a re-prefill by (lowest … highest) |",
+        "|---|---|---|",
+    ]
+    names = {"reprefill": "a re-prefill", "translate": "a translation", "ahead": "a translation made ahead (`--ahead`)"}
+    for mode, name in names.items():
+        ratio = record["ratios"].get(mode)
+        told = f"{ratio['median']:.1f}× ({ratio['lowest']:.1f}× … {ratio['highest']:.1f}×)" if ratio else ""
+        lines.append(f"| {name} | {times[mode]:.0f} | {told} |")
+    lines += ["", f"Medians of {repeats} conversations of {tokens:,} translated tokens, {record['dtype']}, "]
+    lines[-1] += (
+        f"{record['environment']['cores']} cores. Translated ahead {record['ready_ms']:.0f} ms after the small model's answer."
+    )
     return "\n".join(lines) + "\n"
 
 
