@@ -162,7 +162,8 @@ def ask(
 ) -> tuple[str, Turn]:
     """Stream one answer; return its text and when it began."""
     body = {"model": model, "messages": messages, "max_tokens": 16, "temperature": 0, "stream": True, "kvlingo": dial}
-    said, first, told = "", None, {}
+    said, first = "", None
+    told: dict[str, Any] = {}
     started = time.perf_counter()
     headers = {"X-Conversation": conversation}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=SECONDS) as response:
@@ -178,7 +179,9 @@ def ask(
                 first = time.perf_counter()
             said += piece
     assert first is not None, f"{model} said nothing"
-    return said, Turn(mode, 1e3 * (first - started), *(told[name] for name in TOLD), told.get("fallback"))
+    return said, Turn(
+        mode, 1e3 * (first - started), fallback=told.get("fallback"), **{name: told[name] for name in TOLD}
+    )
 
 
 def summary(turns: list[Turn]) -> dict[str, Any]:

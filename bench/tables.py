@@ -159,10 +159,13 @@ def gateway() -> str:
         ratio = record["ratios"].get(mode)
         told = f"{ratio['median']:.1f}× ({ratio['lowest']:.1f}× … {ratio['highest']:.1f}×)" if ratio else ""
         lines.append(f"| {name} | {times[mode]:.0f} | {told} |")
-    lines += ["", f"Medians of {repeats} conversations of {tokens:,} translated tokens, {record['dtype']}, "]
-    lines[-1] += (
-        f"{record['environment']['cores']} cores. Translated ahead {record['ready_ms']:.0f} ms after the small model's answer."
-    )
+    lines += [
+        "",
+        (
+            f"Medians of {repeats} conversations of {tokens:,} translated tokens, {record['dtype']}, "
+            f"{record['environment']['cores']} cores. Translated ahead {record['ready_ms']:.0f} ms after the small model's answer."
+        ),
+    ]
     return "\n".join(lines) + "\n"
 
 
