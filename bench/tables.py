@@ -163,7 +163,7 @@ def gateway() -> str:
         "",
         (
             f"Medians of {repeats} conversations of {tokens:,} translated tokens, {record['dtype']}, "
-            f"{record['environment']['cores']} cores. Translated ahead {record['ready_ms']:.0f} ms after the small model's answer."
+            f"{record['environment']['cores']} cores. Translated ahead {record['ready_ms']:.0f} ms after the answer."
         ),
     ]
     return "\n".join(lines) + "\n"
