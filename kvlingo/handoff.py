@@ -67,6 +67,7 @@ def assemble(
         start=start,
         skip=not_held(plan, target),
         native=native.to(device, dtype) if native is not None else None,
+        rounded=target.dtype,
     ).to(target.device, target.dtype)
     if prefix is None or not start:
         return middle

@@ -192,7 +192,7 @@ def gather(kv: KV, layer: int, index: Tensor) -> Tensor:
 class Folded:
     """A linear map's weights [features, outputs] with the features' scale in them, and the state of what they were made from."""
 
-    state: tuple[tuple[int, int], ...]
+    state: tuple[Any, ...]
     weight: Tensor
 
 
@@ -233,15 +233,17 @@ class LayerMap(nn.Module):
                 y = y + self.residual(x)
         return self.finish(y.to(self.bias.dtype) + self.bias)
 
-    def from_blocks(self, blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
+    def from_blocks(self, blocks: Sequence[Block], rounded: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Do what `forward` does with the features [tokens, columns] in pieces, without putting them side by side.
+
+        `rounded` is a dtype that products may be made in: that of a target which reads the result in it anyway.
 
         Where nothing is to be learnt, a linear map is multiplied block by block with the features' scale folded into its weights,
         and rows that are alike are multiplied once. Means are subtracted first: folded in as well, a mean far above its feature's
         spread would cancel to nothing but rounding.
         """
         dtypes = {_parts(block)[0].dtype for block in blocks}
-        folded = self._fold(dtypes.pop()) if len(dtypes) == 1 else None
+        folded = self._fold(dtypes.pop(), rounded) if len(dtypes) == 1 else None
         if folded is None:
             return self(torch.cat([dense(block) for block in blocks], dim=-1))
         y = self.bias.detach().expand(len(blocks[0]), -1).clone()
@@ -250,25 +252,25 @@ class LayerMap(nn.Module):
             blocks, self.feature_mean.split(widths), folded.weight.split(widths), strict=True
         ):
             rows, index = _parts(block)
-            if index is None:
-                y.addmm_(rows - mean, weight)
-            else:
-                y += ((rows - mean) @ weight)[index]
+            product = (rows - mean).to(weight.dtype) @ weight
+            y += product if index is None else product[index]
         return self.finish(y)
 
-    def _fold(self, dtype: torch.dtype) -> Folded | None:
+    def _fold(self, dtype: torch.dtype, rounded: torch.dtype | None) -> Folded | None:
         """Return weights with the features' scale in them, made anew when they have changed; None where they can't be used."""
         linear = self.linear
         if torch.is_grad_enabled() or not isinstance(linear, LinearMap) or self.residual is not None:
             return None
         parts = (linear.weight, self.feature_scale)
-        if self.multiplies_in_bfloat16 or self.bias.dtype != dtype:
+        if self.bias.dtype != dtype:
             return None
         if any(part.is_inference() or part.dtype != dtype for part in parts):
             return None
-        state = tuple((part.data_ptr(), part._version) for part in parts)
+        is_short = self.multiplies_in_bfloat16 or rounded == torch.bfloat16
+        state = (is_short, *((part.data_ptr(), part._version) for part in parts))
         if self._folded is None or self._folded.state != state:
-            self._folded = Folded(state, (linear.weight / self.feature_scale[:, None]).detach())
+            weight = (linear.weight / self.feature_scale[:, None]).detach()
+            self._folded = Folded(state, weight.to(torch.bfloat16) if is_short else weight)
         return self._folded
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -415,6 +417,7 @@ class Translator(nn.Module):
         start: int = 0,
         skip: Sequence[int] | None = None,
         native: KV | None = None,
+        rounded: torch.dtype | None = None,
     ) -> KV:
         """Translate the target tokens `start` … `start + len(alignment)`.
 
@@ -423,6 +426,7 @@ class Translator(nn.Module):
             skip: per target layer how many of the first tokens are not needed (they lie outside a sliding window).
             native: exact KV of the first target layers for these tokens, used as they are; must cover layer 0 if the
                 translator has no map for it.
+            rounded: the dtype that the result will be read in; a linear map multiplies in bfloat16 for one that is read so.
 
         Returns the target's position-free KV of these tokens, without the skipped ones.
         """
@@ -448,13 +452,17 @@ class Translator(nn.Module):
             else:
                 layer_map = self.maps[str(layer)]
                 assert isinstance(layer_map, LayerMap)
-                k, v = layer_map.from_blocks([cut.after(b, skip[layer] - first[b]) for b in config.blocks(layer)])
+                read = [cut.after(b, skip[layer] - first[b]) for b in config.blocks(layer)]
+                k, v = layer_map.from_blocks(read, rounded)
             keys.append(k)
             values.append(v)
         return KV(tuple(keys), tuple(values), tokens)
 
     def multiply_in_bfloat16(self, on: bool) -> None:
-        """Round the maps' matrix products to bfloat16, or stop doing so: a fast mode for training, never saved."""
+        """Round the maps' matrix products to bfloat16, or stop doing so: a fast mode for training, never saved.
+
+        Using a translator asks for it by `rounded`, where the target reads in bfloat16.
+        """
         for layer_map in self.maps.values():
             assert isinstance(layer_map, LayerMap)
             layer_map.multiplies_in_bfloat16 = on

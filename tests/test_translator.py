@@ -264,6 +264,22 @@ def test_embeddings_given_once_for_each_distinct_token(kind: str, skip: list[int
     torch.testing.assert_close(learnt.keys[1], wanted.keys[1], atol=1e-12, rtol=0)
 
 
+def test_products_are_rounded_only_for_a_target_that_reads_so() -> None:
+    """bfloat16 has 8 bits: what it costs is far below what any translation is off by, and no other target pays it."""
+    translator, source, first = made().float(), source_kv(), layer_zero()
+    source, first = source.to(dtype=torch.float32), first.to(dtype=torch.float32)
+
+    def keys(rounded: torch.dtype | None) -> Tensor:
+        with torch.no_grad():
+            return translator(source, ALIGNMENT, EMBEDDINGS.float(), start=START, native=first, rounded=rounded).keys[1]
+
+    exact = keys(None)
+    off = float((keys(torch.bfloat16) - exact).norm() / exact.norm())
+    assert 1e-4 < off < 1e-2
+    assert torch.equal(keys(torch.float32), exact), "the weights in bfloat16 are not used again"
+    assert all(p.dtype == torch.float32 for p in translator.parameters())
+
+
 @pytest.mark.parametrize("lags", [(0,), (0, 2)])
 @pytest.mark.parametrize("skip", [[0, 0], [2, 5], [6, 7], [9, 9]])
 def test_source_tokens_that_no_map_reads_can_be_left_out(skip: list[int], lags: tuple[int, ...]) -> None:
