@@ -18,7 +18,7 @@ from kvlingo.alignment import align
 from kvlingo.batches import prefill_batch, side_by_side
 from kvlingo.cache import KV, concat, read_cache, take_row, write_cache
 from kvlingo.errors import BadInput, UnsupportedCache
-from kvlingo.models import LanguageModel, cache_devices, native_layers, prefill, read_sinks
+from kvlingo.models import LanguageModel, cache_devices, native_layers, prefill, read, read_sinks
 from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan
 from kvlingo.reading import Reading, read_chat, read_text
 from kvlingo.translator import Translator, check_geometry, embedded, first_read
@@ -48,7 +48,7 @@ def assemble(
     """
     start, stop = plan.translated
     if prefix is None and start:
-        prefix = read_sinks(target, ids[:start])
+        prefix = read(target, ids[:start])
     if start == stop:
         return prefix if prefix is not None else empty_kv(target)
     device, dtype = _place_of(translator)
@@ -294,7 +294,9 @@ def hand_off(
         plan = reprefill_plan(len(ids), distrust, native=native, earlier=earlier)
     if no_text:
         refuse_to_read(plan, sink)
-    plan, cache = carry_out(plan, source, target, translator, source_state, target_state, alignment, ids)
+    plan, cache = carry_out(
+        plan, source, target, translator, source_state, target_state, alignment, ids, opening=reading.opening
+    )
     if no_text:
         refuse_to_read(plan, sink)
     translated = time.perf_counter()
@@ -336,8 +338,13 @@ def carry_out(
     target_state: ModelState | None,
     alignment: Tensor,
     ids: Tensor,
+    *,
+    opening: int = 0,
 ) -> tuple[HandoffPlan, Any]:
-    """Return the plan as it was really carried out, and the cache of all tokens before the tail (None for no token)."""
+    """Return the plan as it was really carried out, and the cache of all tokens before the tail (None for no token).
+
+    `opening`: how many first tokens are those of many conversations (`Reading.opening`).
+    """
     tokens, start, stop = plan.tokens, *plan.translated
     prefix = None
     try:
@@ -346,7 +353,7 @@ def carry_out(
         if start == stop:
             return plan, None if prefix is None else target_cache(target, prefix)
         if start and (prefix is None or prefix.tokens < start):
-            prefix = extend(target, prefix, ids[:start])
+            prefix = extend(target, prefix, ids[:start], opening=opening)
         source_kv, offset = None, 0
         if translator.config.reads_source:
             refuse_changed_angles(source, source_state.cache.get_seq_length())
@@ -412,10 +419,10 @@ def native_prefix(plan: HandoffPlan, target: LanguageModel, state: ModelState | 
     return read_cache(state.cache, target.rotary, target.geometry, stop=native, partial=True)
 
 
-def extend(target: LanguageModel, prefix: KV | None, ids: Tensor) -> KV:
-    """Return exact KV of `ids`, of which `prefix` holds the first tokens."""
+def extend(target: LanguageModel, prefix: KV | None, ids: Tensor, *, opening: int = 0) -> KV:
+    """Return exact KV of `ids`, of which `prefix` holds the first tokens; `opening` as for `read_sinks`."""
     if prefix is None:
-        return read_sinks(target, ids)
+        return read_sinks(target, ids, opening=opening)
     cache = target_cache(target, prefix)
     prefill(target, ids[prefix.tokens :], cache=cache)
     return read_cache(cache, target.rotary, target.geometry, partial=True)

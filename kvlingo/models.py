@@ -46,6 +46,7 @@ from kvlingo.probing import (
 from kvlingo.rope import Rotary
 from kvlingo.selfcheck import SELF_CHECK_VERSION, self_check
 
+OPENING_TOKENS = 8
 LOADER_NOTE = "kvlingo.json"  # in a folder of converted weights: what they were converted from
 
 
@@ -143,20 +144,17 @@ def prefill(
     return Prefill(cache, logits)
 
 
-def read_sinks(lm: LanguageModel, ids: Tensor) -> KV:
-    """Return what `read` does of a conversation's first tokens, remembered where they are all special ones.
+def read_sinks(lm: LanguageModel, ids: Tensor, *, opening: int = 0) -> KV:
+    """Return what `read` does of a conversation's first tokens, remembered where many conversations begin so.
 
-    Those are the same in many conversations. Nothing of a text is remembered, so nobody can tell by the time it takes.
+    `opening` is how many of them hold nothing of any content (`Reading.opening`). More than those, or than `OPENING_TOKENS` (a
+    template may begin with definitions of tools), is never remembered: nobody can tell by the time what others have said.
     """
     key = tuple(ids.tolist())
     if key in lm.sinks:
         return lm.sinks[key]
     kv = read(lm, ids)
-    if (
-        lm.tokenizer is not None
-        and set(key) <= set(lm.tokenizer.all_special_ids)
-        and not torch.is_inference_mode_enabled()
-    ):
+    if len(key) <= min(opening, OPENING_TOKENS) and not torch.is_inference_mode_enabled():
         lm.sinks[key] = kv
     return kv
 

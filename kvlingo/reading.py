@@ -47,6 +47,12 @@ class Reading:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def opening(self) -> int:
+        """The number of first ids that hold nothing of any content: BOS, and what a chat template begins with."""
+        first = self.contents[0][0] if self.contents else 0
+        return next((i for i, (_, stop) in enumerate(self.spans) if stop > first), len(self.ids))
+
 
 def read_text(tokenizer: Any, text: str) -> Reading:
     """Tokenise plain text as its model reads it: BOS first, once, if the tokenizer uses one.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvlingo.cache import KV, write_cache
 from kvlingo.generation import generate
-from kvlingo.handoff import ModelState, assemble, continuation_logits, hand_off, read_native
+from kvlingo.handoff import ModelState, assemble, continuation_logits, hand_off, read_conversation, read_native
 from kvlingo.models import LanguageModel, first_layers, native_layers, prefill, read, read_sinks
 from kvlingo.plan import plan_handoff
 from kvlingo.rope import Rotary
@@ -185,20 +185,33 @@ def test_layer_zero_is_read_without_its_mlp_and_leaves_the_cache_layers_alone() 
         hook.remove()
 
 
-def test_special_first_tokens_are_read_once_and_text_is_not_remembered() -> None:
+def test_what_many_conversations_begin_with_is_read_once_and_text_is_not_remembered() -> None:
     lm = replace(tiny.language_model("gemma3"), sinks={})
-    special, plain = torch.tensor([lm.tokenizer.bos_token_id]), tiny.ids_of(lm, 4)[1:]
-    assert not set(plain.tolist()) & set(lm.tokenizer.all_special_ids)
-    wanted, passes = read(lm, special), list[int]()
+    ids, passes = tiny.ids_of(lm, 12), list[int]()
+    wanted = read(lm, ids[:3])
     hook = lm.model.model.register_forward_hook(lambda *_: passes.append(1))
     for _ in range(3):
-        torch.testing.assert_close(read_sinks(lm, special).keys[1], wanted.keys[1], atol=0, rtol=0)
+        torch.testing.assert_close(read_sinks(lm, ids[:3], opening=3).keys[1], wanted.keys[1], atol=0, rtol=0)
     assert len(passes) == 1
     for _ in range(2):
-        read_sinks(lm, plain)
-    assert len(passes) == 3
+        read_sinks(lm, ids[:4], opening=3)  # one token of a text among them
+        read_sinks(lm, ids[:12], opening=12)  # longer than any template's beginning
+    assert len(passes) == 5
     hook.remove()
-    assert list(lm.sinks) == [tuple(special.tolist())]
+    assert list(lm.sinks) == [tuple(ids[:3].tolist())]
+
+
+def test_a_chat_opens_with_its_template_and_a_text_with_bos_alone() -> None:
+    lm = replace(tiny.language_model("gemma3"), sinks={})
+    chat = read_conversation([{"role": "user", "content": "hello"}], lm, add_generation_prompt=True)
+    assert b"hello" not in lm.tokenizer.decode(chat.ids[: chat.opening]).encode()
+    assert lm.tokenizer.decode(chat.ids[chat.opening :]).startswith("hello")
+    text = read_conversation("hello", lm, add_generation_prompt=True)
+    assert text.opening == sum(i == lm.tokenizer.bos_token_id for i in text.ids)
+    for said in ("hello there, you two", "another text altogether"):
+        state = read_native([{"role": "user", "content": said}], lm)
+        hand_off([{"role": "user", "content": said}], lm, lm, identity(lm), source_state=state)
+    assert len(lm.sinks) <= 1, "nothing that one of them said"
 
 
 def test_the_first_layers_share_the_weights_and_leave_the_model_alone() -> None:
