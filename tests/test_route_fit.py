@@ -16,7 +16,7 @@ import torch
 from kvlingo import cli
 from kvlingo.errors import BadArtifact, BadInput
 from kvlingo.manifest import Manifest, card_of
-from kvlingo.serve.calibrating import concluded, cut
+from kvlingo.serve.calibrating import concluded
 from kvlingo.serve.loading import load_engine
 from kvlingo.serve.protocol import Message
 from kvlingo.serve.routing import learned as learned_module
@@ -33,6 +33,7 @@ from kvlingo.serve.routing.threshold import Threshold, ThresholdRule
 from kvlingo.serve.settings import Settings
 from kvlingo.serve.switching import Rule
 from kvlingo.store import save_translator
+from kvlingo.timing import cut
 from kvlingo.translator import identity_translator
 from tests import tiny
 from tests.serving import closing, user

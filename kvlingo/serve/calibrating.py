@@ -14,18 +14,15 @@ import torch
 from kvlingo.environment import environment_card
 from kvlingo.errors import BadInput
 from kvlingo.files import write_file
-from kvlingo.handoff import hand_off, read_conversation, read_native
+from kvlingo.handoff import hand_off, read_native
 from kvlingo.jobs import Where, gather
 from kvlingo.models import LanguageModel
 from kvlingo.serve.loading import links_between, load_models
 from kvlingo.serve.routing.rules import NEVER, Calibrated, Measured, read_rules, written
 from kvlingo.serve.switching import Link, Rule, moving
-from kvlingo.texts import Document
-from kvlingo.timing import FirstToken, time_to_first_token
+from kvlingo.timing import CHARS_PER_TOKEN, FirstToken, cut, joined, time_to_first_token
 
 Tell = Callable[[str], None]
-CHARS_PER_TOKEN = 8
-"""More than any tokenizer needs for prose: a text is cut from so many characters a token."""
 
 
 def calibrate(
@@ -74,22 +71,6 @@ def usable(links: Sequence[Link], models: Mapping[str, LanguageModel], tell: Tel
     return found
 
 
-def joined(documents: Sequence[Document], chars: int) -> str:
-    """Return the first `chars` characters of documents, one after another. Raises `BadInput` where they are fewer."""
-    text, size = list[str](), 0
-    for document in documents:
-        if size >= chars:
-            break
-        text.append(document.text)
-        size += len(document.text) + 2
-    whole = "\n\n".join(text)[:chars]
-    if len(whole) < chars:
-        raise BadInput(
-            f"the texts have {len(whole)} characters, the longest length needs {chars}; give more with --text"
-        )
-    return whole
-
-
 @torch.no_grad()
 def measure(
     link: Link,
@@ -124,16 +105,6 @@ def measure(
         rule.translate_from,
         tuple(measured),
     )
-
-
-def cut(text: str, source: LanguageModel, target: LanguageModel, tokens: int) -> str:
-    """Return the beginning of a text that the wordier of both models reads as about `tokens` tokens, and never as more."""
-    part = text[: tokens * CHARS_PER_TOKEN]
-    while True:
-        longest = max(len(read_conversation(part, lm, add_generation_prompt=True)) for lm in (source, target))
-        if longest <= tokens:
-            return part
-        part = part[: min(len(part) - 1, len(part) * tokens // longest)]
 
 
 def timed(text: str, source: LanguageModel, target: LanguageModel, link: Link, repeats: int) -> FirstToken:
