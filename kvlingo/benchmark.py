@@ -27,7 +27,7 @@ from kvlingo.calibration import (
     HANDED_TOKENS,
     REPEATS,
     handoff_cost,
-    measure_maps,
+    measure_rates,
     measure_reading,
     median_s,
     read_cost,
@@ -264,27 +264,29 @@ def calibrated(pair: Pair, options: BenchOptions, tell: Tell) -> Forecast:
     tell(f"measuring what reading costs {pair.source.name} and {pair.target.name}")
     source_reading, target_reading = (measure_reading(lm) for lm in (pair.source, pair.target))
     tell("measuring the maps")
-    dial, room = options.dial, max(options.lengths)
-    lengths = sorted({min(length, room) for length in HANDED_TOKENS})
-
-    def staged(length: int) -> tuple[int, Callable[[], Any]]:
-        case = stage(pair, length, dial, really_read=False, seed=options.seed)
-        return case.tokens, partial(case.hand, pair.translator, case.source_state)
-
+    dial = options.dial
+    handed = [
+        handed_s(pair, length, options) for length in sorted({min(n, max(options.lengths)) for n in HANDED_TOKENS})
+    ]
+    rates = measure_rates(pair.target, pair.translator, handed, sink=dial.sink, tail=dial.tail, reading=target_reading)
     return Forecast(
         source=read_cost(pair.source),
         target=read_cost(pair.target),
         handoff=handoff_cost(pair.translator),
         source_reading=source_reading,
         target_reading=target_reading,
-        maps=measure_maps(
-            pair.target, pair.translator, target_reading, staged, sink=dial.sink, tail=dial.tail, lengths=lengths
-        ),
+        maps=rates.maps,
         maps_bytes=sum(p.numel() * p.element_size() for p in pair.translator.parameters()),
         load_s=median_s(pair.load_maps, pair.target, 1),
         sink=dial.sink,
         tail=dial.tail,
     )
+
+
+def handed_s(pair: Pair, length: int, options: BenchOptions) -> tuple[int, float]:
+    """Return a conversation's tokens, and the median seconds of handing it over."""
+    case = stage(pair, length, options.dial, really_read=False, seed=options.seed)
+    return case.tokens, median_s(partial(case.hand, pair.translator, case.source_state), pair.target, REPEATS)
 
 
 def at_length(pair: Pair, length: int, options: BenchOptions, forecast: Forecast) -> dict[str, Any]:

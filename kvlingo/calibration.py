@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -23,9 +24,8 @@ from kvlingo.cost import (
     ReadingRates,
     TargetCost,
     attention_flops,
-    mapped_flops,
+    handoff_s,
     moved_bytes,
-    pass_s,
 )
 from kvlingo.models import LanguageModel, decoder_layers, first_layers
 from kvlingo.probing import decoder_of, run
@@ -36,6 +36,7 @@ SAMPLED_LAYERS = 2
 SAMPLED_TOKENS = (256, 1024, 4096)
 HANDED_TOKENS = (256, 1024)
 PRODUCT_TOKENS = 1024
+MOST_ROWS = 4096
 REPEATS = 3
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 Ready = Callable[[], Any]
@@ -140,21 +141,24 @@ def median_s(ready: Ready, lm: LanguageModel, repeats: int) -> float:
     return statistics.median(timed_ms(ready, lm) for _ in range(repeats)) / 1e3
 
 
-def not_negative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return x ≥ 0 for which rows · x comes closest to the values, each as a share of it.
+def not_negative(
+    rows: Sequence[Sequence[float]], values: Sequence[float], units: Sequence[float] | None = None
+) -> list[float]:
+    """Return x ≥ 0 for which rows · x comes closest to the values, each difference as a share of its unit (the value).
 
     A cost below nothing is no cost: of all choices of columns that give none, the best is taken. Few columns: all are tried.
     """
-    target = torch.tensor(values, dtype=torch.float64)
-    matrix = torch.tensor(rows, dtype=torch.float64) / target[:, None]
+    unit = torch.tensor(units or values, dtype=torch.float64)
+    target = torch.tensor(values, dtype=torch.float64)[:, None] / unit[:, None]
+    matrix = torch.tensor(rows, dtype=torch.float64) / unit[:, None]
     scale = matrix.norm(dim=0).clamp(min=1e-300)
     columns = range(matrix.shape[1])
     best, least = [0.0] * len(columns), float("inf")
     for size in range(1, len(columns) + 1):
         for chosen in combinations(columns, size):
             part = matrix[:, chosen] / scale[list(chosen)]
-            solved = torch.linalg.lstsq(part, torch.ones(len(target), 1, dtype=torch.float64), driver="gelsd").solution
-            error = float((part @ solved - 1).square().sum())
+            solved = torch.linalg.lstsq(part, target, driver="gelsd").solution
+            error = float((part @ solved - target).square().sum())
             if bool((solved >= 0).all()) and error < least:
                 found = dict(zip(chosen, (solved[:, 0] / scale[list(chosen)]).tolist(), strict=True))
                 best, least = [found.get(column, 0.0) for column in columns], error
@@ -164,51 +168,45 @@ def not_negative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> li
 # --- translating -----------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def measure_maps(
-    target: LanguageModel,
-    translator: Translator,
-    reading: ReadingRates,
-    staged: Callable[[int], tuple[int, Ready]],
-    *,
-    sink: int = 1,
-    tail: int = 1,
-    lengths: Sequence[int] = HANDED_TOKENS,
-    repeats: int = REPEATS,
-) -> MapRates:
-    """Time the maps' products alone, and whole hand-overs of a few lengths; conclude a pair's rates.
-
-    Args:
-        staged: gives for a length the target's tokens and a hand-over of them that is ready to run.
-    """
-    cost, handoff = read_cost(target), handoff_cost(translator)
-    flops, seconds = time_products(translator, target, PRODUCT_TOKENS, repeats=repeats)
-    s_per_flop = seconds / flops if flops else 0.0
-    rows, rest = [], []
-    for length in lengths:
-        tokens, ready = staged(length)
-        middle = max(tokens - sink - tail, 0)
-        known = mapped_flops(cost, handoff.map_weights, middle) * s_per_flop
-        known += pass_s(cost, reading, min(sink, tokens), logits=False)
-        known += pass_s(cost, reading, tail, after=max(tokens - tail, 0))
-        rows.append((moved_bytes(cost, handoff, middle), 1.0))
-        rest.append(max(median_s(ready, target, repeats) - known, 1e-9))
-    s_per_byte, s_per_handoff = not_negative(rows, rest)
-    return MapRates(s_per_flop, s_per_byte, s_per_handoff)
-
-
 def measure_rates(
     target: LanguageModel,
     translator: Translator,
-    staged: Callable[[int], tuple[int, Ready]],
+    handed: Sequence[tuple[int, float]],
     *,
-    lengths: Sequence[int] = HANDED_TOKENS,
-    repeats: int = REPEATS,
+    sink: int = 1,
+    tail: int = 1,
+    reading: ReadingRates | None = None,
 ) -> Rates:
-    """Measure both kinds of rates of a pair; `staged` as for `measure_maps`."""
-    reading = measure_reading(target, repeats=repeats)
-    maps = measure_maps(target, translator, reading, staged, lengths=lengths, repeats=repeats)
-    return Rates(reading, maps)
+    """Time the target's first layers and the maps' products; conclude a pair's rates.
+
+    Args:
+        handed: hand-overs that were timed whole: the target's tokens, seconds.
+        reading: what reading costs the target, where that is measured already.
+    """
+    reading = reading or measure_reading(target)
+    flops, seconds = time_products(translator, target, PRODUCT_TOKENS)
+    s_per_flop = seconds / flops if flops else 0.0
+    cost, handoff = read_cost(target), handoff_cost(translator)
+    return Rates(reading, conclude_maps(cost, handoff, reading, s_per_flop, handed, sink=sink, tail=tail))
+
+
+def conclude_maps(
+    cost: TargetCost,
+    handoff: HandoffCost,
+    reading: ReadingRates,
+    s_per_flop: float,
+    handed: Sequence[tuple[int, float]],
+    *,
+    sink: int = 1,
+    tail: int = 1,
+) -> MapRates:
+    """Return what is left of timed hand-overs when products and short passes are taken off, by byte and by hand-over."""
+    alone = Rates(reading, MapRates(s_per_flop, 0.0, 0.0))
+    known = [handoff_s(cost, handoff, alone, tokens, sink=sink, tail=tail) for tokens, _ in handed]
+    rows = [(moved_bytes(cost, handoff, max(tokens - sink - tail, 0)), 1.0) for tokens, _ in handed]
+    whole = [seconds for _, seconds in handed]
+    s_per_byte, s_per_handoff = not_negative(rows, [max(a - b, 0.0) for a, b in zip(whole, known, strict=True)], whole)
+    return MapRates(s_per_flop, s_per_byte, s_per_handoff)
 
 
 def time_products(
@@ -216,17 +214,19 @@ def time_products(
 ) -> tuple[float, float]:
     """Return the FLOPs of all maps' products for `tokens` tokens, and the seconds they take with nothing around them.
 
-    This is the machine's own rate at the maps' shapes, in the maps' dtype: what the apply is compared with.
+    This is the machine's own rate at the maps' shapes, in the maps' dtype: what the apply is compared with. More than `MOST_ROWS`
+    rows are not multiplied at once: the rate no longer changes, and they would need much memory.
     """
     counted = Counter(product_shapes(translator, tokens))
     weight = next(translator.parameters())
     flops = seconds = 0.0
     for (rows, shape), times in counted.items():
         batch = shape[:-2]
-        left = torch.randn(*batch, rows, shape[-2], device=weight.device, dtype=weight.dtype)
+        taken = min(rows, MOST_ROWS)
+        left = torch.randn(*batch, taken, shape[-2], device=weight.device, dtype=weight.dtype)
         right = torch.randn(*shape, device=weight.device, dtype=weight.dtype)
         flops += times * 2.0 * rows * right.numel()
-        seconds += times * median_s(lambda a=left, b=right: torch.matmul(a, b), target, repeats)  # type: ignore[misc]
+        seconds += times * rows / taken * median_s(partial(torch.matmul, left, right), target, repeats)
     return flops, seconds
 
 

@@ -226,8 +226,8 @@ def maps_bytes(config: TranslatorConfig, kind: ShapeMap) -> int:
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
-CACHE_COPIES = 3
-"""What is held at once of each cache at most: the cache, its copy free of position, what is written."""
+CACHE_COPIES = 5
+"""What is held at once of each cache at most: two that are gone on from, one free of position, one in parts, what is written."""
 PASS_WIDTHS = 12
 """Values of a token that live at once in a pass, in widths of the hidden state: states, queries, keys, values, the MLP."""
 

@@ -6,11 +6,13 @@ holds for this machine and these weights, and the file says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from kvlingo.calibration import measure_rates, read_cost
+from kvlingo.cost import Rates, handoff_s, pass_s
 from kvlingo.environment import environment_card
 from kvlingo.errors import BadInput
 from kvlingo.files import write_file
@@ -49,7 +51,8 @@ def calibrate(
     card = environment_card()
     notes = [
         "Written by kvlingo calibrate, for kvlingo serve --rules. Times are medians; below reprefill_up_to spared tokens",
-        "a switch reads again, from translate_from on it translates, between them the arithmetic of cost decides.",
+        "a switch reads again, from translate_from on it translates, between them the cost in seconds decides, by the rates:",
+        "seconds for a FLOP, a byte, a layer's call, as measured here on these models' own shapes.",
         f"{card['cpu']}, {card['threads']} threads, {card['accelerator'] or 'no accelerator'}, torch {card['torch']}",
     ]
     write_file(out, written(found, notes).encode())
@@ -96,6 +99,9 @@ def measure(
             f"re-prefill {times.reprefill_ms:.1f} ms"
         )
     rule = concluded(measured)
+    rates = measure_rates(target, link.translator, [(row.tokens, row.handoff_ms / 1e3) for row in measured])
+    for line in compared(measured, target, link, rates):
+        tell(line)
     return Calibrated(
         link.source,
         link.target,
@@ -104,7 +110,20 @@ def measure(
         rule.reprefill_up_to,
         rule.translate_from,
         tuple(measured),
+        rates,
     )
+
+
+def compared(measured: Sequence[Measured], target: LanguageModel, link: Link, rates: Rates) -> Iterator[str]:
+    """Say how far the calibrated cost model is from what was measured; re-prefills were no part of what it was made from."""
+    cost = read_cost(target)
+    for row in measured:
+        handoff, again = handoff_s(cost, link.cost, rates, row.tokens), pass_s(cost, rates.reading, row.tokens)
+        yield (
+            f"{link.source} → {link.target}, {row.tokens} tokens: the cost model says hand-over {1e3 * handoff:.1f} ms "
+            f"({1e3 * handoff / row.handoff_ms - 1:+.0%}), re-prefill {1e3 * again:.1f} ms "
+            f"({1e3 * again / row.reprefill_ms - 1:+.0%})"
+        )
 
 
 def timed(text: str, source: LanguageModel, target: LanguageModel, link: Link, repeats: int) -> FirstToken:
