@@ -26,6 +26,7 @@ from kvlingo.cost import (
     attention_flops,
     handoff_s,
     moved_bytes,
+    weight_bytes,
 )
 from kvlingo.models import LanguageModel, decoder_layers, first_layers
 from kvlingo.probing import decoder_of, run
@@ -33,7 +34,7 @@ from kvlingo.timing import timed_ms
 from kvlingo.translator import Translator
 
 SAMPLED_LAYERS = 2
-SAMPLED_TOKENS = (256, 1024, 4096)
+SAMPLED_TOKENS = (64, 256, 1024, 4096)
 HANDED_TOKENS = (256, 1024)
 PRODUCT_TOKENS = 1024
 MOST_ROWS = 4096
@@ -114,12 +115,11 @@ def measure_reading(lm: LanguageModel, *, repeats: int = REPEATS) -> ReadingRate
 
     s_per_byte = seconds_per_byte(lm)
     alone = seconds(1, 5 * repeats)
-    weights_s = min(cost.layer_weights, cost.token_weights) * cost.bytes_per_value * s_per_byte
-    s_per_layer = max(alone - weights_s, 0.0) / count
-    rows = [(2.0 * cost.token_weights * n, attention_flops(cost, n)) for n in lengths]
+    s_per_layer = max(alone - weight_bytes(cost, 1) * s_per_byte, 0.0) / count
+    rows = [(2.0 * cost.token_weights * n, attention_flops(cost, n), weight_bytes(cost, n)) for n in lengths]
     spent = [max(seconds(n, repeats) - count * s_per_layer, 1e-9) for n in lengths]
-    s_per_flop, s_per_attention_flop = not_negative(rows, spent)
-    return ReadingRates(s_per_flop, s_per_attention_flop, s_per_byte, s_per_layer)
+    s_per_flop, s_per_attention_flop, s_per_weight_byte = not_negative(rows, spent)
+    return ReadingRates(s_per_flop, s_per_attention_flop, s_per_byte, s_per_layer, s_per_weight_byte)
 
 
 def seconds_per_byte(lm: LanguageModel) -> float:

@@ -117,12 +117,14 @@ class ReadingRates:
         s_per_attention_flop: of attention.
         s_per_byte: of weights and caches that a pass reads.
         s_per_layer: of a layer's call, however few its tokens.
+        s_per_weight_byte: of weights that a pass over many tokens reads; 0 where that hides behind its products.
     """
 
     s_per_flop: float
     s_per_attention_flop: float
     s_per_byte: float
     s_per_layer: float
+    s_per_weight_byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -166,12 +168,14 @@ class HandoffCost:
 
 
 def pass_bytes(target: TargetCost, tokens: int, *, after: int = 0) -> float:
-    """Return the bytes of weights and caches that a pass over `tokens` tokens reads, each once.
+    """Return the bytes of weights and caches that a pass over `tokens` tokens reads, each once."""
+    beside = target.head_weights + cached_features(target, after + tokens)
+    return weight_bytes(target, tokens) + float(target.bytes_per_value * beside)
 
-    Of experts, no more than the tokens ask for.
-    """
-    weights = min(target.layer_weights, target.token_weights * tokens) + target.head_weights
-    return float(target.bytes_per_value * (weights + cached_features(target, after + tokens)))
+
+def weight_bytes(target: TargetCost, tokens: int) -> float:
+    """Return the bytes of the decoder layers' weights that a pass reads, each once, no more experts than the tokens ask for."""
+    return float(target.bytes_per_value * min(target.layer_weights, target.token_weights * tokens))
 
 
 def cached_features(target: TargetCost, tokens: int) -> int:
@@ -192,16 +196,15 @@ def moved_bytes(target: TargetCost, handoff: HandoffCost, middle: int) -> float:
 def pass_s(target: TargetCost, rates: ReadingRates, tokens: int, *, after: int = 0, logits: bool = True) -> float:
     """Return the seconds of a pass: each layer's call, then whichever takes longer, its products or reading its weights.
 
-    layers · call + max(products, weights) + max(attention, cache) + head; without `logits` no head.
+    layers · call + max(products + weights that don't hide, weights) + max(attention, cache) + head; without `logits` no head.
     """
     if not tokens:
         return 0.0
-    weights = min(target.layer_weights, target.token_weights * tokens) * target.bytes_per_value
-    products = 2.0 * target.token_weights * tokens
+    weights, products = weight_bytes(target, tokens), 2.0 * target.token_weights * tokens
     cached = cached_features(target, after) * target.bytes_per_value
     return (
         len(target.windows) * rates.s_per_layer
-        + max(products * rates.s_per_flop, weights * rates.s_per_byte)
+        + max(products * rates.s_per_flop + weights * rates.s_per_weight_byte, weights * rates.s_per_byte)
         + max(attention_flops(target, tokens, after=after) * rates.s_per_attention_flop, cached * rates.s_per_byte)
         + (target.head_weights * target.bytes_per_value * rates.s_per_byte if logits else 0.0)
     )

@@ -262,7 +262,9 @@ ROW = record_of(
         ),
     }
 )
-READING = record_of(dict.fromkeys(("s_per_flop", "s_per_attention_flop", "s_per_byte", "s_per_layer"), NUMBER))
+READING = record_of(
+    dict.fromkeys(("s_per_flop", "s_per_attention_flop", "s_per_byte", "s_per_layer", "s_per_weight_byte"), NUMBER)
+)
 SCHEMA = record_of(
     {
         "benchmark": TEXT,

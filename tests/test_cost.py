@@ -96,6 +96,9 @@ def test_seconds_are_calls_products_attention_and_head() -> None:
     weights = 2 * 600_000 * 2e-10  # one token: reading its weights takes longer than multiplying
     assert pass_s(KNOWN, READING, 1, logits=False) == pytest.approx(2e-5 + weights, rel=1e-3)
     assert pass_s(KNOWN, READING, 0) == 0
+    apart = replace(READING, s_per_weight_byte=1e-10)  # weights are read, and then multiplied
+    assert pass_s(KNOWN, apart, 500) - pass_s(KNOWN, READING, 500) == pytest.approx(2 * 1_000_000 * 1e-10)
+    assert pass_s(KNOWN, apart, 1) == pytest.approx(pass_s(KNOWN, READING, 1))
 
 
 @pytest.mark.parametrize("cost", [KNOWN, TARGET], ids=["all known", "little known"])
