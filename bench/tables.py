@@ -169,8 +169,41 @@ def gateway() -> str:
     return "\n".join(lines) + "\n"
 
 
+def speed() -> str:
+    """Return times to first token of every benchmark that was run, by pair, kind of map and length."""
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("speed-*.json"))]
+    if not records:
+        return "Not measured yet.\n"
+    lines = [
+        "| pair, maps | tokens | re-prefill, ms | warm, ms | cold, ms | decode step, ms | warm | cold | apply ÷ GEMM rate |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    names = ("reprefill", "translate_warm", "translate_cold", "decode_step")
+    for record in records:
+        maps, pair = record["maps"], record["pair"]
+        rank = f", rank {maps['rank']}" if maps["rank"] else ""
+        label = f"{pair['source']} → {pair['target']}, {maps['kind']}{rank}"
+        for row in record["lengths"]:
+            cells = [speed_cell(row["arms"].get(name)) for name in names]
+            cells += ["–" if row[name] is None else f"{row[name]:.1f}×" for name in ("speedup_warm", "speedup_cold")]
+            lines.append(
+                f"| {label} | {row['tokens']:,} | {' | '.join(cells)} | {row['apply']['share_of_gemm_rate']:.0%} |"
+            )
+    cards = sorted({f"{r['dtype']} on {r['environment']['accelerator'] or r['environment']['cpu']}" for r in records})
+    note = (
+        "Medians of interleaved runs; after ~ predicted, not measured. Public shapes have random weights and maps: timing needs "
+        "no trained weights."
+    )
+    return "\n".join([*lines, "", f"{note} {'; '.join(cards)}."]) + "\n"
+
+
+def speed_cell(arm: dict[str, Any] | None) -> str:
+    """Format one time; – for an arm that was left out."""
+    return "–" if arm is None else f"{'' if arm['measured'] else '~'}{arm['median_ms']:,.0f}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (summary, quality, long_context, reverse, demo_times, memory, gateway)
+    f.__name__: f for f in (summary, quality, long_context, reverse, demo_times, memory, gateway, speed)
 }
 
 

@@ -55,6 +55,15 @@ class Storage(StrEnum):
     int8 = "int8"
 
 
+class ShapeMap(StrEnum):
+    """Which random maps to time."""
+
+    layer = "layer"
+    low_rank = "low-rank"
+    head_wise = "head-wise"
+    full = "full"
+
+
 class Routing(StrEnum):
     """Who decides which model answers `auto`."""
 
@@ -569,6 +578,84 @@ def calibrate(
     emit({"switch": [asdict(each) for each in found]}, as_json)
 
 
+@app.command()
+def bench(
+    source: Annotated[str | None, typer.Argument(help=f"{MODEL}.", show_default=False)] = None,
+    target: Annotated[str | None, typer.Argument(help=f"{MODEL}.", show_default=False)] = None,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="TRANSLATOR_DIR", help="What `kvlingo fit` wrote.", show_default=False)
+    ] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE,TARGET",
+            help="Time random weights in the shapes of two public models instead: Qwen3-0.6B,Qwen3-1.7B.",
+            show_default=False,
+        ),
+    ] = None,
+    map_kind: Annotated[
+        ShapeMap,
+        typer.Option(
+            help="With --shapes: maps of one layer, or full: of a window of layers and the text, as `fit` makes."
+        ),
+    ] = ShapeMap.layer,
+    rank: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --shapes: of low-rank maps (default 256), or of full ones.", show_default=False),
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Lengths of conversations, in tokens.")] = "64,512,2048,4096",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each arm, after one that does not count.")] = 5,
+    reprefill_up_to: Annotated[
+        int, typer.Option(min=1, help="Beyond so many tokens a re-prefill is predicted, not measured.")
+    ] = 8192,
+    arms: Annotated[
+        str | None, typer.Option(help="Which to time, separated by commas. Default: all.", show_default=False)
+    ] = None,
+    delta: Annotated[int, typer.Option(min=2, help="Tokens that are new to a target with an older prefix.")] = 256,
+    sink: Sink = 1,
+    tail: Tail = 1,
+    text: Texts = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw time against length, as PNG.", show_default=False)
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Time the first token after a switch: translating, cold and warm, beside re-prefill and one decode step."""
+    with stoppable("nothing was written"):
+        from kvlingo import benchmark, sheets
+        from kvlingo.arms import Dial
+        from kvlingo.jobs import Where
+        from kvlingo.public_shapes import MapShape
+
+        options = benchmark.BenchOptions(
+            numbers(lengths, "--lengths"),
+            repeats,
+            reprefill_up_to,
+            () if arms is None else tuple(arms.split(",")),
+            Dial(sink, tail, delta),
+            seed,
+        )
+        where = Where(device, dtype)
+        if shapes is not None:
+            if source is not None:
+                raise BadInput("--shapes takes the place of SOURCE, TARGET and TRANSLATOR_DIR; give one or the other")
+            names = two_names(shapes)
+            result = benchmark.bench_shapes(
+                *names, MapShape(map_kind.value, rank), options, where=where, picture=picture, tell=tell
+            )
+        elif source is None or target is None or folder is None:
+            raise BadInput("give SOURCE, TARGET and TRANSLATOR_DIR, or --shapes SOURCE,TARGET")
+        else:
+            result = benchmark.bench_folder(
+                source, target, folder, options, texts=text or [], where=where, picture=picture, tell=tell
+            )
+        sheets.print_benchmark(result, Console())
+    emit(result, as_json)
+
+
 @route.command("fit")
 def route_fit(
     data: Annotated[
@@ -683,6 +770,14 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise BadInput(f"{option} is {text!r}; give positive numbers separated by commas, like 192,512")
     return tuple(map(int, parts))
+
+
+def two_names(text: str) -> tuple[str, str]:
+    """Read two names separated by a comma."""
+    source, _, target = (part.strip() for part in text.partition(","))
+    if not source or not target or "," in target:
+        raise BadInput(f"--shapes is {text!r}; give two names separated by a comma, like Qwen3-0.6B,Qwen3-1.7B")
+    return source, target
 
 
 def lengths(text: str) -> tuple[int, ...]:

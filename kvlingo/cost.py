@@ -1,13 +1,14 @@
 """Arithmetic of a hand-over against a re-prefill, before anything runs.
 
 Knows numbers of weights, widths and windows; no models. Counts multiply-adds twice, as FLOPs; takes no bandwidth between
-machines into account. A first estimate: `kvlingo demo` and `kvlingo handoff` measure.
+machines into account. In FLOPs a first estimate; in seconds with rates that were measured on a machine (`calibration`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 # A pass over a few tokens takes as long as one over this many: reading the weights bounds it, not arithmetic.
 SHORT_PASS_TOKENS = 16
@@ -22,24 +23,40 @@ class TargetCost:
         layer_weights: weights of all decoder layers.
         query_widths: query features of each layer.
         windows: tokens each layer attends to; None for all.
+        active_weights: those of `layer_weights` that one token passes through, where there are experts; None for all.
+        head_weights: of the output head, which reads one token a pass.
+        cache_widths: key and value features of each layer; what only seconds and bytes need may be left out.
+        bytes_per_value: of weights and caches.
     """
 
     layer_weights: int
     query_widths: Sequence[int]
     windows: Sequence[int | None]
+    active_weights: int | None = None
+    head_weights: int = 0
+    cache_widths: Sequence[int] = ()
+    bytes_per_value: int = 4
+
+    @property
+    def token_weights(self) -> int:
+        """Return the weights of the decoder layers that one token passes through."""
+        return self.layer_weights if self.active_weights is None else self.active_weights
 
 
 def pass_flops(target: TargetCost, tokens: int, *, after: int = 0) -> float:
-    """Return the FLOPs of the target reading `tokens` tokens after `after` cached ones.
+    """Return the FLOPs of the target reading `tokens` tokens after `after` cached ones, a short pass counted as it lasts.
 
-    2 · weights · tokens + Σ_layers 4 · query width · (query, key) pairs
+    2 · weights of a token · tokens + Σ_layers 4 · query width · (query, key) pairs
     """
-    counted = max(tokens, SHORT_PASS_TOKENS)
-    attention = sum(
+    return 2.0 * target.token_weights * max(tokens, SHORT_PASS_TOKENS) + attention_flops(target, tokens, after=after)
+
+
+def attention_flops(target: TargetCost, tokens: int, *, after: int = 0) -> float:
+    """Return the FLOPs of attention alone: Σ_layers 4 · query width · (query, key) pairs."""
+    return sum(
         4.0 * width * (pairs(after + tokens, window) - pairs(after, window))
         for width, window in zip(target.query_widths, target.windows, strict=True)
     )
-    return 2.0 * target.layer_weights * counted + attention
 
 
 def pairs(tokens: int, window: int | None) -> int:
@@ -56,24 +73,161 @@ def handoff_flops(
     Args:
         map_weights: weights of each layer's map; 0 where a layer has none. A sliding layer's map runs inside its window.
     """
-    middle = max(tokens - sink - tail, 0)
-    mapped = sum(
-        2.0 * weights * max(middle if window is None else min(middle, window), min(SHORT_PASS_TOKENS, middle))
-        for weights, window in zip(map_weights, target.windows, strict=True)
-    )
+    mapped = mapped_flops(target, map_weights, max(tokens - sink - tail, 0))
     return mapped + pass_flops(target, sink) + pass_flops(target, tail, after=max(tokens - tail, 0))
 
 
+def mapped_flops(target: TargetCost, map_weights: Sequence[int], middle: int) -> float:
+    """Return the FLOPs of the maps for `middle` tokens; a few cost what reading the maps' weights costs."""
+    return sum(
+        2.0 * weights * max(middle if window is None else min(middle, window), min(SHORT_PASS_TOKENS, middle))
+        for weights, window in zip(map_weights, target.windows, strict=True)
+    )
+
+
 def break_even_tokens(target: TargetCost, map_weights: Sequence[int], *, sink: int = 1, tail: int = 1) -> int | None:
-    """Return the shortest context from which a hand-over costs less than a re-prefill; None if there is none."""
+    """Return the shortest context from which a hand-over costs fewer FLOPs than a re-prefill; None if there is none."""
 
     def pays(tokens: int) -> bool:
         return handoff_flops(target, map_weights, tokens, sink=sink, tail=tail) < pass_flops(target, tokens)
 
+    return first_that_pays(pays, sink + tail)
+
+
+def first_that_pays(pays: Callable[[int], bool], shortest: int) -> int | None:
+    """Return the first length from `shortest` on at which `pays` holds, and holds from there on; None if there is none."""
     if not pays(LONGEST):
         return None
-    low, high = sink + tail, LONGEST
+    low, high = shortest, LONGEST
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if pays(middle) else (middle + 1, high)
     return low
+
+
+# --- seconds ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReadingRates:
+    """What reading costs one model on one machine; 0 for what could not be told from nothing.
+
+    Fields:
+        s_per_flop: of its products, with all that grows with tokens like them (norms, rotations, activations).
+        s_per_attention_flop: of attention.
+        s_per_byte: of weights and caches that a pass reads.
+        s_per_layer: of a layer's call, however few its tokens.
+        s_per_weight_byte: of weights that a pass over many tokens reads; 0 where that hides behind its products.
+    """
+
+    s_per_flop: float
+    s_per_attention_flop: float
+    s_per_byte: float
+    s_per_layer: float
+    s_per_weight_byte: float = 0.0
+
+
+@dataclass(frozen=True)
+class MapRates:
+    """What a hand-over costs one pair on one machine, its two short passes apart.
+
+    Fields:
+        s_per_flop: of the maps' products alone, at their own shapes.
+        s_per_byte: of the caches that are read, un-rotated, rotated and written, with all that grows with tokens like them.
+        s_per_handoff: of the rest.
+    """
+
+    s_per_flop: float
+    s_per_byte: float
+    s_per_handoff: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Both, for one pair: what `kvlingo calibrate` measures and the planner reads."""
+
+    reading: ReadingRates
+    maps: MapRates
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain dict."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class HandoffCost:
+    """What one token costs a hand-over.
+
+    Fields:
+        map_weights: weights of each target layer's map; 0 where a layer has none.
+        source_features: key and value features of one token that are read from the source's cache.
+    """
+
+    map_weights: Sequence[int]
+    source_features: int = 0
+
+
+def pass_bytes(target: TargetCost, tokens: int, *, after: int = 0) -> float:
+    """Return the bytes of weights and caches that a pass over `tokens` tokens reads, each once."""
+    beside = target.head_weights + cached_features(target, after + tokens)
+    return weight_bytes(target, tokens) + float(target.bytes_per_value * beside)
+
+
+def weight_bytes(target: TargetCost, tokens: int) -> float:
+    """Return the bytes of the decoder layers' weights that a pass reads, each once, no more experts than the tokens ask for."""
+    return float(target.bytes_per_value * min(target.layer_weights, target.token_weights * tokens))
+
+
+def cached_features(target: TargetCost, tokens: int) -> int:
+    """Return the features of a whole cache of `tokens` tokens; 0 where widths are not known."""
+    if not target.cache_widths:
+        return 0
+    return sum(
+        width * (tokens if window is None else min(tokens, window))
+        for width, window in zip(target.cache_widths, target.windows, strict=True)
+    )
+
+
+def moved_bytes(target: TargetCost, handoff: HandoffCost, middle: int) -> float:
+    """Return the bytes of caches that a hand-over of `middle` tokens reads and writes, each once."""
+    return float(target.bytes_per_value * (handoff.source_features * middle + cached_features(target, middle)))
+
+
+def pass_s(target: TargetCost, rates: ReadingRates, tokens: int, *, after: int = 0, logits: bool = True) -> float:
+    """Return the seconds of a pass: each layer's call, then whichever takes longer, its products or reading its weights.
+
+    layers · call + max(products + weights that don't hide, weights) + max(attention, cache) + head; without `logits` no head.
+    """
+    if not tokens:
+        return 0.0
+    weights, products = weight_bytes(target, tokens), 2.0 * target.token_weights * tokens
+    cached = cached_features(target, after) * target.bytes_per_value
+    return (
+        len(target.windows) * rates.s_per_layer
+        + max(products * rates.s_per_flop + weights * rates.s_per_weight_byte, weights * rates.s_per_byte)
+        + max(attention_flops(target, tokens, after=after) * rates.s_per_attention_flop, cached * rates.s_per_byte)
+        + (target.head_weights * target.bytes_per_value * rates.s_per_byte if logits else 0.0)
+    )
+
+
+def handoff_s(
+    target: TargetCost, handoff: HandoffCost, rates: Rates, tokens: int, *, sink: int = 1, tail: int = 1
+) -> float:
+    """Return the seconds of handing `tokens` tokens over: products, moved caches, and the two short passes."""
+    middle = max(tokens - sink - tail, 0)
+    return (
+        rates.maps.s_per_handoff
+        + mapped_flops(target, handoff.map_weights, middle) * rates.maps.s_per_flop
+        + moved_bytes(target, handoff, middle) * rates.maps.s_per_byte
+        + pass_s(target, rates.reading, min(sink, tokens), logits=False)
+        + pass_s(target, rates.reading, tail, after=max(tokens - tail, 0))
+    )
+
+
+def break_even_s(target: TargetCost, handoff: HandoffCost, rates: Rates, *, sink: int = 1, tail: int = 1) -> int | None:
+    """Return the shortest context from which a hand-over takes less time than a re-prefill; None if there is none."""
+
+    def pays(tokens: int) -> bool:
+        return handoff_s(target, handoff, rates, tokens, sink=sink, tail=tail) < pass_s(target, rates.reading, tokens)
+
+    return first_that_pays(pays, sink + tail)

@@ -57,6 +57,34 @@ def memory_bytes() -> int | None:
         return None
 
 
+def available_bytes(device: torch.device) -> int | None:
+    """Return the memory that is free on a device now, where the system tells it; a container's limit counts."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    found = [size for size in (available_to_machine(), available_to_container()) if size is not None]
+    return min(found, default=memory_bytes())
+
+
+def available_to_machine() -> int | None:
+    """Return what Linux says can be had without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    found = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return next((1024 * int(kib) for kib in found), None)
+
+
+def available_to_container(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return what a container's limit leaves; None where there is no limit."""
+    try:
+        limit, used = ((folder / f"memory.{name}").read_text(encoding="utf-8").strip() for name in ("max", "current"))
+    except OSError:
+        return None
+    return max(int(limit) - int(used), 0) if limit.isdecimal() and used.isdecimal() else None
+
+
 def installed_version(package: str) -> str | None:
     """Return a package's version without importing it, None if it is not installed."""
     try:

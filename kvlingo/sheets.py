@@ -95,6 +95,49 @@ def print_traffic(plan: Mapping[str, Any], console: Console) -> None:
         say(console, f"assumed: {line}")
 
 
+def print_benchmark(record: Mapping[str, Any], console: Console) -> None:
+    """Print times to first token by arm and length, and what they rest on. A time after ~ was predicted, not measured."""
+    maps, pair, card = record["maps"], record["pair"], record["environment"]
+    rank = f", rank {maps['rank']}" if maps["rank"] else ""
+    say(console, f"{pair['source']} → {pair['target']}, {maps['kind']} maps{rank}, {maps['bytes'] / 1e6:,.1f} MB")
+    if record["note"]:
+        say(console, record["note"])
+    where = card["accelerator"] if record["device"] == "cuda" else f"{card['cpu']}, {card['threads']} threads"
+    say(console, f"{where}, {record['dtype']}, attention {record['attention']}, torch {card['torch']}")
+    names = list(record["lengths"][0]["arms"])
+    times = empty("tokens", *(f"{name.replace('_', ' ')}, ms" for name in names))
+    ratios = empty("tokens", "warm", "cold", "beside", "apply, share of the machine's GEMM rate")
+    for row in record["lengths"]:
+        times.add_row(f"{row['tokens']:,}", *(time_cell(row["arms"][name]) for name in names))
+        again = row["speedup_from"] or "–"
+        ratios.add_row(
+            f"{row['tokens']:,}",
+            *(times_cell(row[name]) for name in ("speedup_warm", "speedup_cold")),
+            again if again == "predicted re-prefill" else "measured re-prefill" if again == "measured" else again,
+            f"{row['apply']['share_of_gemm_rate']:.0%}",
+        )
+    console.print(times)
+    say(console, f"medians of {record['repeats']} interleaved runs (90 % of them below); ~ predicted, not measured")
+    console.print(ratios)
+    found, expected = record["crossing_tokens"], record["rates"]["break_even_tokens"]
+    if found is not None:
+        say(console, f"translating is faster than a re-prefill from about {found:,.0f} tokens on")
+    if expected is not None:
+        say(console, f"by the calibrated cost model from {expected:,} tokens on")
+
+
+def time_cell(arm: Mapping[str, Any]) -> str:
+    """Return a measured time with its 90th percentile and what was predicted, or a prediction marked as one."""
+    if not arm["measured"]:
+        return f"~{arm['median_ms']:,.1f}"
+    return f"{arm['median_ms']:,.1f} ({arm['p90_ms']:,.1f})"
+
+
+def times_cell(ratio: float | None) -> str:
+    """Return how many times faster."""
+    return "–" if ratio is None else f"{ratio:.1f}×"
+
+
 def layer_lines(layers: list[dict[str, Any]]) -> Iterator[str]:
     """Return runs of equal layers as lines."""
     for shape, run in groupby(layers):

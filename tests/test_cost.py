@@ -4,7 +4,24 @@ from dataclasses import replace
 
 import pytest
 
-from kvlingo.cost import SHORT_PASS_TOKENS, TargetCost, break_even_tokens, handoff_flops, pairs, pass_flops
+from kvlingo.cost import (
+    SHORT_PASS_TOKENS,
+    HandoffCost,
+    MapRates,
+    Rates,
+    ReadingRates,
+    TargetCost,
+    attention_flops,
+    break_even_s,
+    break_even_tokens,
+    handoff_flops,
+    handoff_s,
+    moved_bytes,
+    pairs,
+    pass_bytes,
+    pass_flops,
+    pass_s,
+)
 
 TARGET = TargetCost(layer_weights=1_000_000, query_widths=(64, 64), windows=(None, 100))
 
@@ -54,3 +71,69 @@ def test_a_longer_tail_breaks_even_later() -> None:
 def test_maps_larger_than_the_target_never_pay() -> None:
     windowed = replace(TARGET, windows=(100, 100))
     assert break_even_tokens(windowed, (10**12, 10**12)) is None
+
+
+# --- seconds ---------------------------------------------------------------------------------------------------------
+
+KNOWN = replace(TARGET, active_weights=600_000, head_weights=50_000, cache_widths=(32, 32), bytes_per_value=2)
+READING = ReadingRates(s_per_flop=1e-11, s_per_attention_flop=3e-11, s_per_byte=2e-10, s_per_layer=1e-5)
+RATES = Rates(READING, MapRates(s_per_flop=1e-11, s_per_byte=4e-10, s_per_handoff=1e-4))
+HANDOFF = HandoffCost(map_weights=(10_000, 10_000), source_features=40)
+LENGTHS = (2, 3, 8, 16, 17, 64, 100, 101, 500, 4000, 32_000)
+
+
+def test_only_what_a_token_passes_through_is_counted() -> None:
+    assert pass_flops(KNOWN, 200) == 2 * 600_000 * 200 + attention_flops(TARGET, 200)
+    assert pass_bytes(KNOWN, 1) == 2 * (600_000 + 50_000 + 2 * 32)
+    assert pass_bytes(KNOWN, 10) == 2 * (1_000_000 + 50_000 + 2 * 32 * 10)  # ten tokens ask for every expert
+    assert pass_bytes(KNOWN, 10, after=190) == 2 * (1_000_000 + 50_000 + 32 * 200 + 32 * 100)
+
+
+def test_seconds_are_calls_products_attention_and_head() -> None:
+    products, attention = 2 * 600_000 * 500 * 1e-11, attention_flops(KNOWN, 500) * 3e-11
+    assert pass_s(KNOWN, READING, 500) == pytest.approx(2e-5 + products + attention + 2 * 50_000 * 2e-10)
+    assert pass_s(KNOWN, READING, 500, logits=False) == pytest.approx(2e-5 + products + attention)
+    weights = 2 * 600_000 * 2e-10  # one token: reading its weights takes longer than multiplying
+    assert pass_s(KNOWN, READING, 1, logits=False) == pytest.approx(2e-5 + weights, rel=1e-3)
+    assert pass_s(KNOWN, READING, 0) == 0
+    apart = replace(READING, s_per_weight_byte=1e-10)  # weights are read, and then multiplied
+    assert pass_s(KNOWN, apart, 500) - pass_s(KNOWN, READING, 500) == pytest.approx(2 * 1_000_000 * 1e-10)
+    assert pass_s(KNOWN, apart, 1) == pytest.approx(pass_s(KNOWN, READING, 1))
+
+
+@pytest.mark.parametrize("cost", [KNOWN, TARGET], ids=["all known", "little known"])
+def test_predictions_grow_with_tokens(cost: TargetCost) -> None:
+    for predict in (
+        lambda n: pass_s(cost, READING, n),
+        lambda n: pass_s(cost, READING, 1, after=n),
+        lambda n: handoff_s(cost, HANDOFF, RATES, n),
+        lambda n: pass_bytes(cost, n),
+        lambda n: moved_bytes(cost, HANDOFF, n),
+    ):
+        values = [predict(n) for n in LENGTHS]
+        assert values == sorted(values)
+        assert values[-1] > values[0] or cost is TARGET
+
+
+@pytest.mark.parametrize("name", ["s_per_flop", "s_per_byte", "s_per_handoff"])
+def test_predictions_grow_with_what_the_machine_takes(name: str) -> None:
+    slower = replace(RATES, maps=replace(RATES.maps, **{name: 2 * getattr(RATES.maps, name)}))
+    assert handoff_s(KNOWN, HANDOFF, slower, 1000) > handoff_s(KNOWN, HANDOFF, RATES, 1000)
+
+
+@pytest.mark.parametrize("name", ["s_per_flop", "s_per_attention_flop", "s_per_layer"])
+def test_reading_takes_longer_on_a_slower_machine(name: str) -> None:
+    slower = replace(READING, **{name: 2 * getattr(READING, name)})
+    assert pass_s(KNOWN, slower, 1000) > pass_s(KNOWN, READING, 1000)
+
+
+def test_break_even_in_seconds_is_the_first_length_that_pays() -> None:
+    tokens = break_even_s(KNOWN, HANDOFF, RATES)
+    assert tokens is not None
+    assert handoff_s(KNOWN, HANDOFF, RATES, tokens) < pass_s(KNOWN, READING, tokens)
+    assert handoff_s(KNOWN, HANDOFF, RATES, tokens - 1) >= pass_s(KNOWN, READING, tokens - 1)
+    dearer = replace(RATES, maps=replace(RATES.maps, s_per_handoff=1e-2))
+    later = break_even_s(KNOWN, HANDOFF, dearer)
+    assert later is not None
+    assert later > tokens
+    assert break_even_s(KNOWN, HANDOFF, replace(RATES, maps=MapRates(1.0, 1.0, 1.0))) is None

@@ -16,7 +16,7 @@ import torch
 from kvlingo import cli
 from kvlingo.errors import BadArtifact, BadInput
 from kvlingo.manifest import Manifest, card_of
-from kvlingo.serve.calibrating import concluded, cut
+from kvlingo.serve.calibrating import concluded
 from kvlingo.serve.loading import load_engine
 from kvlingo.serve.protocol import Message
 from kvlingo.serve.routing import learned as learned_module
@@ -33,6 +33,7 @@ from kvlingo.serve.routing.threshold import Threshold, ThresholdRule
 from kvlingo.serve.settings import Settings
 from kvlingo.serve.switching import Rule
 from kvlingo.store import save_translator
+from kvlingo.timing import cut
 from kvlingo.translator import identity_translator
 from tests import tiny
 from tests.serving import closing, user
@@ -495,6 +496,9 @@ def test_calibrating_writes_what_a_server_takes(tmp_path: Path, capsys: pytest.C
     assert [row.tokens for row in found.measured] == sorted({row.tokens for row in found.measured})
     assert all(8 < row.tokens <= 32 and row.handoff_ms > 0 and row.reprefill_ms > 0 for row in found.measured)
     assert Rule(found.reprefill_up_to, found.translate_from) == concluded(found.measured)
+    assert found.rates is not None
+    assert found.rates.reading.s_per_byte > 0
+    assert "the cost model says hand-over" in told.err
     assert json.loads(told.out.splitlines()[-1])["switch"][0]["target"] == "big"
     assert run(*common, *folders) == 2
     assert "--overwrite" in capsys.readouterr().err
@@ -506,3 +510,4 @@ def test_calibrating_writes_what_a_server_takes(tmp_path: Path, capsys: pytest.C
     with closing(load_engine(places, [tmp_path / "t"], where=Where("cpu", "float64"), switches=switches)) as engine:
         (link,) = engine._switch._links
         assert link.rule == concluded(found.measured)
+        assert link.rates == found.rates

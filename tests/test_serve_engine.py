@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import kvlingo.serve.decoding as decoding
 import kvlingo.serve.switching as switching
 from kvlingo.batches import Batch
+from kvlingo.cost import MapRates, Rates, ReadingRates
 from kvlingo.errors import BadInput, IncompatiblePair
 from kvlingo.handoff import read_conversation
 from kvlingo.serve.decoding import FairQueue, Job, Lane
@@ -241,6 +243,20 @@ def test_between_the_thresholds_cost_decides(monkeypatch: pytest.MonkeyPatch) ->
     assert there_and_back(rule)[0].translated_tokens > 0
     monkeypatch.setattr(switching, "handoff_flops", lambda *_, **__: 1e30)
     assert there_and_back(rule)[0].translated_tokens == 0
+
+
+def test_with_rates_between_the_thresholds_seconds_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kinds of FLOPs say the opposite; with rates nobody asks them."""
+    text = tiny.text(60)
+    reading = ReadingRates(s_per_flop=1e-9, s_per_attention_flop=1e-9, s_per_byte=0.0, s_per_layer=0.0)
+    for per_handoff, flops in ((0.0, 1e30), (1e3, 1.0)):
+        monkeypatch.setattr(switching, "handoff_flops", lambda *_, flops=flops, **__: flops)
+        rates = Rates(reading, MapRates(s_per_flop=0.0, s_per_byte=0.0, s_per_handoff=per_handoff))
+        with twin_engine(rule=Rule(reprefill_up_to=1, translate_from=1 << 30)) as (engine, lm):
+            engine._switch._links = tuple(replace(link, rates=rates) for link in engine._switch._links)
+            ask(engine, request_for(lm, "a", text))
+            (found,) = ask(engine, request_for(lm, "b", text))
+        assert (found.begun.translated_tokens > 0) == (per_handoff == 0.0)
 
 
 def test_a_reprefill_that_is_asked_for_uses_no_approximate_token() -> None:

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from kvlingo import cli
+from kvlingo.cost import MapRates, Rates, ReadingRates
 from kvlingo.errors import BadArtifact, BadInput
 from kvlingo.serve.loading import with_rules
 from kvlingo.serve.protocol import (
@@ -429,8 +430,9 @@ def test_rules_that_can_not_be_read(tmp_path: Path, text: str, words: str) -> No
 
 def test_what_is_written_is_read_as_the_same(tmp_path: Path) -> None:
     rows = (Measured(128, 12.5, 10.25), Measured(256, 13.0, 20.0))
+    rates = Rates(ReadingRates(1.5e-12, 0.0, 2.25e-10, 1e-5), MapRates(1e-12, 3.5e-10, 0.0))
     switches = (
-        Calibrated("small", 'a "grün"\x7f \\ name', "f1", "f2", 128, 256, rows),
+        Calibrated("small", 'a "grün"\x7f \\ name', "f1", "f2", 128, 256, rows, rates),
         Calibrated("b", "small", "f2", "f1", 256, NEVER),
     )
     file = tmp_path / "rules.toml"
@@ -438,13 +440,28 @@ def test_what_is_written_is_read_as_the_same(tmp_path: Path) -> None:
     assert read_rules(file).switches == switches
 
 
+def test_rates_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    whole = Rates(ReadingRates(1e-12, 1e-12, 1e-10, 1e-5), MapRates(1e-12, 1e-10, 1e-4))
+    text = written([Calibrated("a", "b", "f1", "f2", 1, 2, (), whole)], [])
+    for old, new, words in (
+        ("s_per_byte = 1e-10, s_per_layer = 1e-05", "s_per_layer = 1e-05", "reading has no s_per_byte"),
+        ("s_per_layer = 1e-05", "s_per_layer = -1.0", "give seconds, 0 or more"),
+        ("maps = {", "other = {", "give the tables reading and maps"),
+    ):
+        assert old in text
+        (tmp_path / "rules.toml").write_text(text.replace(old, new))
+        with pytest.raises(BadInput, match=words):
+            read_rules(tmp_path / "rules.toml")
+
+
 def test_what_was_calibrated_goes_to_its_translator_only() -> None:
     with twin_engine() as (engine, lm):
         links = engine._switch._links
     models, print_ = {"a": lm, "b": lm}, lm.fingerprint
-    each = Calibrated("a", "b", print_, print_, 5, 9)
-    found = {(link.source, link.target): link.rule for link in with_rules(links, models, [each])}
-    assert found == {("a", "b"): Rule(5, 9), ("b", "a"): None}
+    rates = Rates(ReadingRates(1e-12, 1e-12, 1e-10, 1e-5), MapRates(1e-12, 1e-10, 1e-4))
+    each = Calibrated("a", "b", print_, print_, 5, 9, rates=rates)
+    found = {(link.source, link.target): (link.rule, link.rates) for link in with_rules(links, models, [each])}
+    assert found == {("a", "b"): (Rule(5, 9), rates), ("b", "a"): (None, None)}
     for wrong, words in (
         (replace(each, target_fingerprint="other"), "other weights"),
         (replace(each, target="c"), "no translator for it"),

@@ -6,26 +6,25 @@ holds for this machine and these weights, and the file says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from kvlingo.calibration import measure_rates, read_cost
+from kvlingo.cost import Rates, handoff_s, pass_s
 from kvlingo.environment import environment_card
 from kvlingo.errors import BadInput
 from kvlingo.files import write_file
-from kvlingo.handoff import hand_off, read_conversation, read_native
+from kvlingo.handoff import hand_off, read_native
 from kvlingo.jobs import Where, gather
 from kvlingo.models import LanguageModel
 from kvlingo.serve.loading import links_between, load_models
 from kvlingo.serve.routing.rules import NEVER, Calibrated, Measured, read_rules, written
 from kvlingo.serve.switching import Link, Rule, moving
-from kvlingo.texts import Document
-from kvlingo.timing import FirstToken, time_to_first_token
+from kvlingo.timing import CHARS_PER_TOKEN, FirstToken, cut, joined, time_to_first_token
 
 Tell = Callable[[str], None]
-CHARS_PER_TOKEN = 8
-"""More than any tokenizer needs for prose: a text is cut from so many characters a token."""
 
 
 def calibrate(
@@ -52,7 +51,8 @@ def calibrate(
     card = environment_card()
     notes = [
         "Written by kvlingo calibrate, for kvlingo serve --rules. Times are medians; below reprefill_up_to spared tokens",
-        "a switch reads again, from translate_from on it translates, between them the arithmetic of cost decides.",
+        "a switch reads again, from translate_from on it translates, between them the cost in seconds decides, by the rates:",
+        "seconds for a FLOP, a byte, a layer's call, as measured here on these models' own shapes.",
         f"{card['cpu']}, {card['threads']} threads, {card['accelerator'] or 'no accelerator'}, torch {card['torch']}",
     ]
     write_file(out, written(found, notes).encode())
@@ -72,22 +72,6 @@ def usable(links: Sequence[Link], models: Mapping[str, LanguageModel], tell: Tel
     if not found:
         raise BadInput("no translator that a server would use; see the lines above")
     return found
-
-
-def joined(documents: Sequence[Document], chars: int) -> str:
-    """Return the first `chars` characters of documents, one after another. Raises `BadInput` where they are fewer."""
-    text, size = list[str](), 0
-    for document in documents:
-        if size >= chars:
-            break
-        text.append(document.text)
-        size += len(document.text) + 2
-    whole = "\n\n".join(text)[:chars]
-    if len(whole) < chars:
-        raise BadInput(
-            f"the texts have {len(whole)} characters, the longest length needs {chars}; give more with --text"
-        )
-    return whole
 
 
 @torch.no_grad()
@@ -115,6 +99,9 @@ def measure(
             f"re-prefill {times.reprefill_ms:.1f} ms"
         )
     rule = concluded(measured)
+    rates = measure_rates(target, link.translator, [(row.tokens, row.handoff_ms / 1e3) for row in measured])
+    for line in compared(measured, target, link, rates):
+        tell(line)
     return Calibrated(
         link.source,
         link.target,
@@ -123,17 +110,20 @@ def measure(
         rule.reprefill_up_to,
         rule.translate_from,
         tuple(measured),
+        rates,
     )
 
 
-def cut(text: str, source: LanguageModel, target: LanguageModel, tokens: int) -> str:
-    """Return the beginning of a text that the wordier of both models reads as about `tokens` tokens, and never as more."""
-    part = text[: tokens * CHARS_PER_TOKEN]
-    while True:
-        longest = max(len(read_conversation(part, lm, add_generation_prompt=True)) for lm in (source, target))
-        if longest <= tokens:
-            return part
-        part = part[: min(len(part) - 1, len(part) * tokens // longest)]
+def compared(measured: Sequence[Measured], target: LanguageModel, link: Link, rates: Rates) -> Iterator[str]:
+    """Say how far the calibrated cost model is from what was measured; re-prefills were no part of what it was made from."""
+    cost = read_cost(target)
+    for row in measured:
+        handoff, again = handoff_s(cost, link.cost, rates, row.tokens), pass_s(cost, rates.reading, row.tokens)
+        yield (
+            f"{link.source} → {link.target}, {row.tokens} tokens: the cost model says hand-over {1e3 * handoff:.1f} ms "
+            f"({1e3 * handoff / row.handoff_ms - 1:+.0%}), re-prefill {1e3 * again:.1f} ms "
+            f"({1e3 * again / row.reprefill_ms - 1:+.0%})"
+        )
 
 
 def timed(text: str, source: LanguageModel, target: LanguageModel, link: Link, repeats: int) -> FirstToken:

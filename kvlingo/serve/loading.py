@@ -115,7 +115,9 @@ def with_rules(
             )
         if link.rule is not None:
             raise BadInput(f"the rules have {each.source} → {each.target} twice; give it once")
-        found[each.source, each.target] = replace(link, rule=Rule(each.reprefill_up_to, each.translate_from))
+        found[each.source, each.target] = replace(
+            link, rule=Rule(each.reprefill_up_to, each.translate_from), rates=each.rates
+        )
     return list(found.values())
 
 

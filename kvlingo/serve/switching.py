@@ -14,12 +14,12 @@ from functools import cached_property
 import torch
 
 from kvlingo.cache import can_cut, fork, truncate
-from kvlingo.cost import TargetCost, handoff_flops, pass_flops
+from kvlingo.calibration import handoff_cost, read_cost
+from kvlingo.cost import HandoffCost, Rates, TargetCost, handoff_flops, handoff_s, pass_flops, pass_s
 from kvlingo.errors import KVLingoError, UnsupportedCache
 from kvlingo.handoff import Conversation, HandOff, ModelState, hand_off, read_conversation
-from kvlingo.models import LanguageModel, decoder_layers, prefill
+from kvlingo.models import LanguageModel, prefill
 from kvlingo.plan import HandoffPlan, SpanKind, reprefill_plan
-from kvlingo.probing import decoder_of
 from kvlingo.reading import Reading, first_tokens
 from kvlingo.serve.decoding import Started
 from kvlingo.serve.protocol import Begun, Dial, Message, Request
@@ -40,6 +40,7 @@ class Link:
     Fields:
         refusal: why it is not to be used (a failed report), or None.
         rule: what was measured for it; None: the engine's.
+        rates: what reading and translating cost on this machine; None: by FLOPs.
     """
 
     source: str
@@ -47,6 +48,12 @@ class Link:
     translator: Translator
     refusal: str | None = None
     rule: Rule | None = None
+    rates: Rates | None = None
+
+    @cached_property
+    def cost(self) -> HandoffCost:
+        """What one token costs this translator."""
+        return handoff_cost(self.translator)
 
 
 @dataclass(frozen=True)
@@ -67,13 +74,7 @@ class Side:
     @cached_property
     def cost(self) -> TargetCost:
         """What one token costs this model."""
-        _, layers = decoder_layers(decoder_of(self.lm.model))
-        heads = int(self.lm.model.config.get_text_config(decoder=True).num_attention_heads)
-        return TargetCost(
-            sum(p.numel() for p in layers.parameters()),
-            [heads * layer.key_dim for layer in self.lm.geometry.layers],
-            [layer.window for layer in self.lm.geometry.layers],
-        )
+        return read_cost(self.lm)
 
 
 @dataclass(frozen=True)
@@ -285,8 +286,12 @@ class Switch:
         if offer.spared <= rule.reprefill_up_to:
             return False
         tail = max(dial.tail, offer.unread)
-        handing = handoff_flops(target.cost, map_weights(offer.link.translator), tokens, sink=dial.sink, tail=tail)
-        return handing < pass_flops(target.cost, tokens - native, after=native)
+        cost, rates, link = target.cost, offer.link.rates, offer.link
+        if rates is None:
+            handing = handoff_flops(cost, link.cost.map_weights, tokens, sink=dial.sink, tail=tail)
+            return handing < pass_flops(cost, tokens - native, after=native)
+        handing = handoff_s(cost, link.cost, rates, tokens, sink=dial.sink, tail=tail)
+        return handing < pass_s(cost, rates.reading, tokens - native, after=native)
 
     def _translate(self, prompt: Prompt, target: Side, offer: Offer, own: Match | None, dial: Dial) -> Started:
         handed = self._hand_off(prompt, offer, own.snapshot.state if own else None, dial)
@@ -356,12 +361,3 @@ def begun(plan: HandoffPlan, model: str, source: str | None) -> Begun:
         source=source if translated else None,
         fallback=plan.fallback,
     )
-
-
-def map_weights(translator: Translator) -> list[int]:
-    """Return the number of weights of each target layer's map; 0 where a layer has none."""
-    maps = translator.maps
-    return [
-        sum(p.numel() for p in maps[str(layer)].parameters()) if str(layer) in maps else 0
-        for layer in range(len(translator.config.target))
-    ]

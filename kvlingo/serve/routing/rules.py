@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kvlingo.cost import MapRates, Rates, ReadingRates
 from kvlingo.errors import BadInput
 from kvlingo.serve.routing.cascade import CascadeRule
 from kvlingo.serve.routing.threshold import ThresholdRule
@@ -39,6 +40,7 @@ class Calibrated:
         source_fingerprint, target_fingerprint: of their weights.
         reprefill_up_to, translate_from: see `switching.Rule`.
         measured: what it was concluded from.
+        rates: what reading and translating cost, by which lengths between the two limits are decided; None: by FLOPs.
     """
 
     source: str
@@ -48,6 +50,7 @@ class Calibrated:
     reprefill_up_to: int
     translate_from: int
     measured: tuple[Measured, ...] = ()
+    rates: Rates | None = None
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,10 @@ def calibrated(table: Any) -> Calibrated:
         **dict.fromkeys(("source", "target", "source_fingerprint", "target_fingerprint"), text),
         **dict.fromkeys(("reprefill_up_to", "translate_from"), count),
         "measured": measured,
+        "rates": rates,
     }
     found = values(table, "switch", readers)
-    missing = sorted(set(readers) - {"measured"} - set(found))
+    missing = sorted(set(readers) - {"measured", "rates"} - set(found))
     if missing:
         raise ValueError(f"a [[switch]] has no {missing[0]}; write it with kvlingo calibrate")
     if found["translate_from"] <= found["reprefill_up_to"]:
@@ -170,6 +174,32 @@ def measured(value: Any) -> tuple[Measured, ...]:
     return tuple(Measured(count(a), number(b), number(c)) for a, b, c in value)
 
 
+def rates(value: Any) -> Rates:
+    """Read what reading and translating cost: two tables of seconds, none left out."""
+    if not isinstance(value, dict) or set(value) != {"reading", "maps"}:
+        raise ValueError("give the tables reading and maps; write them with kvlingo calibrate")
+    return Rates(
+        ReadingRates(**seconds_of(value, "reading", ReadingRates)), MapRates(**seconds_of(value, "maps", MapRates))
+    )
+
+
+def seconds_of(table: dict[str, Any], name: str, kind: type[ReadingRates] | type[MapRates]) -> dict[str, float]:
+    """Read one of the tables of rates."""
+    names = [f.name for f in fields(kind)]
+    found = values(table[name], name, dict.fromkeys(names, seconds))
+    missing = sorted(set(names) - set(found))
+    if missing:
+        raise ValueError(f"{name} has no {missing[0]}; write it with kvlingo calibrate")
+    return found
+
+
+def seconds(value: Any) -> float:
+    """Take seconds of a unit's cost."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e6:
+        raise ValueError("give seconds, 0 or more")
+    return float(value)
+
+
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +207,9 @@ def written(switches: Sequence[Calibrated], notes: Sequence[str]) -> str:
     """Return the file's text. `notes`: what a reader has to know, one line each."""
     parts = ["".join(f"# {note}\n" for note in notes)]
     for each in switches:
-        parts.append("[[switch]]\n" + "".join(f"{f.name} = {toml(getattr(each, f.name))}\n" for f in fields(each)))
+        known = {f.name: getattr(each, f.name) for f in fields(each)}
+        lines = (f"{name} = {toml(value)}\n" for name, value in known.items() if value is not None)
+        parts.append("[[switch]]\n" + "".join(lines))
     return "\n".join(parts)
 
 
@@ -186,4 +218,6 @@ def toml(value: Any) -> str:
     if isinstance(value, tuple):
         rows = (f"  [{row.tokens}, {row.handoff_ms:.3f}, {row.reprefill_ms:.3f}]," for row in value)
         return "\n".join(["[ # tokens, hand-over ms, re-prefill ms", *rows, "]"])
+    if isinstance(value, (Rates, ReadingRates, MapRates)):
+        return "{ " + ", ".join(f"{f.name} = {toml(getattr(value, f.name))}" for f in fields(value)) + " }"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,91 @@
+"""The measured tables of speed: time to first token by arm, length and kind of map, written to results/speed-*.json.
+
+    python -m bench.speed list
+    python -m bench.speed run NAME [NAME …] [--repeats 5] [--out results]
+    python -m bench.speed run demo --translator DIR --source FOLDER --target FOLDER
+
+Each name is one call of `kvlingo bench` in a process of its own, so that no memory or warmth of one reaches the next. Run it on a
+machine that does nothing else. `list` prints the calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+QWEN = ["--shapes", "Qwen3-0.6B,Qwen3-1.7B"]
+LONG = ["--lengths", "64,512,2048,4096,8192,16384,32768"]
+MEASURED = ["--lengths", "64,512,2048,4096,8192"]
+GPU = ["--lengths", "64,512,2048,4096,16384,32768", "--reprefill-up-to", "32768", "--dtype", "bfloat16"]
+NAMES: dict[str, list[str]] = {
+    # CPU, a pair of small public shapes: one layer, structured maps, the maps of the quality tables, these made low-rank.
+    "qwen3-layer": [*QWEN, *LONG, "--map-kind", "layer"],
+    "qwen3-low-rank": [*QWEN, *MEASURED, "--map-kind", "low-rank"],
+    "qwen3-head-wise": [*QWEN, *MEASURED, "--map-kind", "head-wise"],
+    "qwen3-full": [*QWEN, *MEASURED, "--map-kind", "full"],
+    "qwen3-full-rank-256": [*QWEN, *MEASURED, "--map-kind", "full", "--rank", "256"],
+    "experts": ["--shapes", "Qwen3-0.6B,MoE-0.8B-A0.2B", "--lengths", "64,512,2048", "--map-kind", "layer"],
+    # With a GPU.
+    "gpu-qwen3-8b": ["--shapes", "Qwen3-0.6B,Qwen3-8B", *GPU, "--map-kind", "layer"],
+    "gpu-qwen3-30b": ["--shapes", "Qwen3-0.6B,Qwen3-30B-A3B", *GPU, "--map-kind", "layer"],
+}
+DEMO = "demo"
+DEMO_LENGTHS = ["--lengths", "64,512,2048,4096"]
+
+
+def main() -> None:
+    """List the calls, or make some of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("list", "run"))
+    parser.add_argument("names", nargs="*", choices=[*NAMES, DEMO, []])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--translator", type=Path, help="for demo: what `kvlingo fit` wrote")
+    parser.add_argument("--source", help="for demo: the source's folder or .gguf file")
+    parser.add_argument("--target", help="for demo: the target's folder or .gguf file")
+    arguments = parser.parse_args()
+    for name in arguments.names or [*NAMES, DEMO]:
+        words = [*call_of(name, arguments), "--repeats", str(arguments.repeats)]
+        if arguments.what == "list":
+            print(f"{name}: kvlingo bench {shlex.join(words)}")
+        else:
+            measure(name, words, arguments.out)
+
+
+def call_of(name: str, arguments: argparse.Namespace) -> list[str]:
+    """Return the arguments of `kvlingo bench` for one name."""
+    if name != DEMO:
+        return NAMES[name]
+    given = [arguments.source, arguments.target, arguments.translator]
+    if arguments.what == "run" and not all(given):
+        sys.exit("demo needs --source, --target and --translator: what `kvlingo demo` fetches and makes")
+    return [*(str(each or word) for each, word in zip(given, ("SOURCE", "TARGET", "DIR"), strict=True)), *DEMO_LENGTHS]
+
+
+def measure(name: str, words: list[str], out: Path) -> None:
+    """Run one call; write its record and its picture, and show its table."""
+    out.mkdir(parents=True, exist_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "kvlingo.cli",
+        "bench",
+        *words,
+        "--json",
+        "--picture",
+        str(out / f"speed-{name}.png"),
+    ]
+    print(f"{name}: {shlex.join(command)}", file=sys.stderr)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    *table, line = done.stdout.splitlines()
+    print("\n".join(table))
+    json.loads(line)
+    (out / f"speed-{name}.json").write_text(line + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
