@@ -2,9 +2,9 @@
 
     python -m bench.soak [--requests 100000] [--seed 0] [--out FILE]     (make soak)
 
-Schemathesis draws requests that fit the description and requests that don't. Each is sent as drawn; some once more so that they reach
-a model (its name, few tokens), some once more with bytes damaged, some by a client that goes away. A tiny model answers under two
-names, with a translator between them. What must hold: no 5xx but a 503 with Retry-After, every error in OpenAI's shape, every
+Schemathesis draws requests that fit the description and requests that don't. Each is sent as drawn; some once more so that they
+reach a model (its name, few tokens), some once more with bytes damaged, some by a client that goes away. A tiny model answers under
+two names, with a translator between them. What must hold: no 5xx but a 503 with Retry-After, every error in OpenAI's shape, every
 stream ended by [DONE] or by an error that is no internal one; in the end nothing waits or runs, and a good request is answered
 as by the model alone. Exit code 1 otherwise.
 """
@@ -97,7 +97,10 @@ def main() -> int:
     if arguments.out:
         arguments.out.write_text(line + "\n", encoding="utf-8")
     print(line)
-    print(f"{record['requests']} requests in {record['seconds']:.0f} s, {record['broken']} broke the rules", file=sys.stderr)
+    print(
+        f"{record['requests']} requests in {record['seconds']:.0f} s, {record['broken']} broke the rules",
+        file=sys.stderr,
+    )
     return 0 if holds(record) else 1
 
 
@@ -135,7 +138,9 @@ def requests_of(openapi: dict[str, Any], seed: int) -> Iterator[Sent]:
     """Yield requests without end: always the same ones for a description and a seed."""
     rng = random.Random(seed)
     schema = schemathesis.openapi.from_dict(openapi)
-    strategies = [(schema[path][method].as_strategy(generation_mode=mode), count) for path, method, mode, count in DRAWN]
+    strategies = [
+        (schema[path][method].as_strategy(generation_mode=mode), count) for path, method, mode, count in DRAWN
+    ]
     while True:
         cases = [case for strategy, count in strategies for case in drawn(strategy, count, rng)]
         rng.shuffle(cases)
@@ -264,9 +269,7 @@ async def send(client: httpx.AsyncClient, sent: Sent, places: asyncio.Semaphore)
     async with places:
         try:
             async with asyncio.timeout(sent.leave_s):
-                return await client.request(
-                    sent.method, sent.path, headers=list(sent.headers), content=sent.content
-                )
+                return await client.request(sent.method, sent.path, headers=list(sent.headers), content=sent.content)
         except TimeoutError:
             return "left"
         except httpx.LocalProtocolError:  # what HTTP can't carry: a line break in a header

@@ -1,7 +1,9 @@
 """A conversation that changes its model, through litellm.
 
-    pip install litellm
-    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none python examples/litellm_chat.py small big
+pip install litellm
+OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none python examples/litellm_chat.py small big
+
+Prints both answers, and how the client tells an error.
 """
 
 from __future__ import annotations
@@ -27,9 +29,7 @@ def main(first: str, second: str) -> None:
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And how large does it get?"}]
     print(f"{second}: ", end="")
     dial = {"kvlingo": {"tail": 4}}
-    for chunk in litellm.completion(
-        model=f"openai/{second}", messages=messages, stream=True, extra_body=dial, **asked
-    ):
+    for chunk in litellm.completion(model=f"openai/{second}", messages=messages, stream=True, extra_body=dial, **asked):
         print(chunk.choices[0].delta.content or "", end="", flush=True)
     print()
 

@@ -1,7 +1,9 @@
 """A conversation that changes its model, with the official client.
 
-    pip install openai
-    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none python examples/openai_chat.py small big
+pip install openai
+OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none python examples/openai_chat.py small big
+
+Prints both answers, and how the client tells an error.
 """
 
 from __future__ import annotations

@@ -162,7 +162,11 @@ needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl
 def curl(url: str, body: dict[str, Any], *flags: str, key: str = "sk-of-curl") -> subprocess.CompletedProcess[str]:
     """Send a body as the documents say."""
     headers = ["-H", "Content-Type: application/json", "-H", f"Authorization: Bearer {key}"]
-    return run(["curl", "-sS", "--max-time", "100", *flags, f"{url}/chat/completions", *headers, "-d", json.dumps(body)], url, key)
+    return run(
+        ["curl", "-sS", "--max-time", "100", *flags, f"{url}/chat/completions", *headers, "-d", json.dumps(body)],
+        url,
+        key,
+    )
 
 
 def asked(model: str, messages: Sequence[Message], **more: Any) -> dict[str, Any]:
