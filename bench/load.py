@@ -2,11 +2,12 @@
 
     python -m bench.load [--seed 0] [--conversations 64] [--turns 2000] [--rounds 5] [--out results/load.json]
 
-A tiny model (double precision) is served under two names with the identity translator between them, so that every answer has a right
-text: what the model alone says after reading that conversation anew. The conversations are written from the seed (`bench/talks.py`):
-they switch models, take turns back, and go away in the middle of answers or before them. The server, with its engine, is a process
-of its own; this one is the client and the judge. The throughput of HTTP is measured against the engine alone in that same process,
-on the same conversations and as many at once, in rounds that alternate; there nobody goes away. Needs Linux (`/proc`).
+A tiny model (double precision) is served under two names with the identity translator between them, so that every answer has
+a right text: what the model alone says after reading that conversation anew. The conversations are written from the seed
+(`bench/talks.py`): they switch models, take turns back, and go away in the middle of answers or before them. The server, with
+its engine, is a process of its own; this one is the client and the judge. The throughput of HTTP is measured against the
+engine alone in that same process, on the same conversations and as many at once, in rounds that alternate; there nobody goes
+away. Needs Linux (`/proc`).
 
 Exit code 1: an answer was wrong, a request was refused, something was left running, or memory did not stay.
 """

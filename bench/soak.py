@@ -2,11 +2,11 @@
 
     python -m bench.soak [--requests 100000] [--seed 0] [--out FILE]     (make soak)
 
-Schemathesis draws requests that fit the description and requests that don't. Each is sent as drawn; some once more so that they
-reach a model (its name, few tokens), some once more with bytes damaged, some by a client that goes away. A tiny model answers under
-two names, with a translator between them. What must hold: no 5xx but a 503 with Retry-After, every error in OpenAI's shape, every
-stream ended by [DONE] or by an error that is no internal one; in the end nothing waits or runs, and a good request is answered
-as by the model alone. Exit code 1 otherwise.
+Schemathesis draws requests that fit the description and requests that don't. Each is sent as drawn; some once more so that
+they reach a model (its name, few tokens), some once more with bytes damaged, some by a client that goes away. A tiny model
+answers under two names, with a translator between them. What must hold: no 5xx but a 503 with Retry-After, every error in
+OpenAI's shape, every stream ended by [DONE] or by an error that is no internal one; in the end nothing waits or runs, and a
+good request is answered as by the model alone. Exit code 1 otherwise.
 """
 
 from __future__ import annotations
