@@ -129,12 +129,14 @@ cli.main(sys.argv[1:])
 
 
 @contextmanager
-def process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(folder: Path, cache_bytes: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run the server of a model in `folder` as a process; yield it with its address."""
     command = [sys.executable, "-c", HANGING, str(folder / "hang"), str(folder / "hung"), "serve"]
     command += ["--model", f"a={folder / 'model'}", "--port", "0", "--dtype", "float64", "--device", "cpu"]
-    command += ["--cache-dir", str(folder / "kept"), "--cache-bytes", "1"]  # nothing stays in memory: all goes to disk
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as run:
+    command += ["--cache-dir", str(folder / "kept")]
+    environment = {**os.environ, "KVLINGO_CACHE_BYTES": str(cache_bytes)}
+    place = Path(__file__).parents[1]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=place, env=environment) as run:
         try:
             assert run.stderr is not None
             yield run, listening(run.stderr)
@@ -156,7 +158,7 @@ def test_killed_while_it_spills_nothing_that_was_told_is_lost(tmp_path: Path) ->
         return [*messages, assistant(said), user("go on")], answer.json()["kvlingo"]
 
     kept = tmp_path / "kept" / FOLDER
-    with process(tmp_path) as (run, url):
+    with process(tmp_path, cache_bytes=1) as (run, url):  # nothing stays in memory: all goes to disk
         first, _ = turn(url, opening(1))
         until(
             lambda: figure(url, "kvlingo_engine_spill_written") >= 1 and not figure(url, "kvlingo_engine_spill_waiting")
@@ -168,7 +170,7 @@ def test_killed_while_it_spills_nothing_that_was_told_is_lost(tmp_path: Path) ->
         assert run.wait(timeout=60) == -signal.SIGKILL
     assert len(list(kept.glob(".*.partial"))) == 1
     (tmp_path / "hang").unlink()
-    with process(tmp_path) as (_, url):
+    with process(tmp_path, ROOM) as (_, url):
         assert figure(url, "kvlingo_engine_spill_dropped_unfinished") == 1
         assert not list(kept.glob(".*.partial"))
         _, told = turn(url, first)
