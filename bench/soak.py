@@ -173,11 +173,11 @@ def variants(case: Any, rng: random.Random) -> Iterator[Sent]:
     """Yield a case as it was drawn, and changed."""
     sent = as_drawn(case)
     yield sent
-    if isinstance(case.body, dict) and rng.random() < 0.5:
+    if isinstance(case.body, dict) and rng.random() < 0.7:
         reaching = json_bytes(reach(case.body, rng))
         leave_s = rng.uniform(0.0, 0.05) if rng.random() < 0.1 else None
         yield Sent("POST", sent.path, as_json(named(rng)), reaching, leave_s)
-    if sent.content and rng.random() < 0.2:
+    if sent.content and rng.random() < 0.3:
         yield Sent(sent.method, sent.path, as_json(()), damaged(sent.content, rng))
 
 

@@ -150,21 +150,25 @@ def test_killed_while_it_spills_nothing_that_was_told_is_lost(tmp_path: Path) ->
     lm.tokenizer.save_pretrained(tmp_path / "model")
     bias = {str(token): -100 for token in printable_only(lm)}
 
-    def turn(url: str, messages: list[Message]) -> tuple[list[Message], dict[str, Any]]:
+    def turn(url: str, name: str, messages: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """Ask, hold the answer against the model alone, and return the conversation so far and what was told of it."""
-        answer = httpx.post(f"{url}{CHAT}", json=body_of("a", messages, logit_bias=bias), timeout=120)
+        body, pinned = (
+            body_of("a", messages, logit_bias=bias),
+            {"X-Conversation": name},
+        )  # else they share their first words
+        answer = httpx.post(f"{url}{CHAT}", json=body, headers=pinned, timeout=120)
         said = text_of(answer)
         assert said == lm.tokenizer.decode(cold_ids(lm, messages, LENGTH))
         return [*messages, assistant(said), user("go on")], answer.json()["kvlingo"]
 
     kept = tmp_path / "kept" / FOLDER
     with process(tmp_path, cache_bytes=1) as (run, url):  # nothing stays in memory: all goes to disk
-        first, _ = turn(url, opening(1))
+        first, _ = turn(url, "first", opening(1))
         until(
             lambda: figure(url, "kvlingo_engine_spill_written") >= 1 and not figure(url, "kvlingo_engine_spill_waiting")
         )
         (tmp_path / "hang").touch()
-        second, _ = turn(url, opening(2))  # the disk hangs, the client is answered
+        second, _ = turn(url, "second", opening(2))  # the disk hangs, the client is answered
         until(lambda: (tmp_path / "hung").exists())
         run.kill()
         assert run.wait(timeout=60) == -signal.SIGKILL
@@ -173,9 +177,9 @@ def test_killed_while_it_spills_nothing_that_was_told_is_lost(tmp_path: Path) ->
     with process(tmp_path, ROOM) as (_, url):
         assert figure(url, "kvlingo_engine_spill_dropped_unfinished") == 1
         assert not list(kept.glob(".*.partial"))
-        _, told = turn(url, first)
+        _, told = turn(url, "first", first)
         assert told["native_tokens"] > 0  # what was written before is there
-        _, told = turn(url, second)
+        _, told = turn(url, "second", second)
         assert (told["native_tokens"], told["fallback"]) == (0, None)  # what was not is read again
         assert figure(url, "kvlingo_engine_spill_read") == 1
         assert figure(url, "kvlingo_engine_spill_dropped_corrupt") == 0
