@@ -3,7 +3,7 @@
 
 SHELL := bash
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest lint format types docs-check clean
+.PHONY: help demo test test-oldest soak lint format types docs-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -18,6 +18,7 @@ help:
 	@echo 'make demo        install, then run the demo (ARGS=--quick: one direction, a few minutes)'
 	@echo 'make test        install, then run the tests (ARGS="-k name")'
 	@echo 'make test-oldest  the tests on the oldest transformers supported, in an environment of its own'
+	@echo 'make soak        100,000 random requests to a tiny server (ARGS="--requests 2000 --seed 1")'
 	@echo 'make lint        ruff: rules and formatting    make format: mend both'
 	@echo 'make types       mypy'
 	@echo 'make docs-check  links, file names, commands and code in the documents'
@@ -31,6 +32,9 @@ test: $(VENV)/.dev
 
 test-oldest:
 	@$(MAKE) --no-print-directory test VENV=.venv-oldest PIN='transformers==$(OLDEST)'
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m bench.soak $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(ARGS) .

@@ -142,10 +142,12 @@ class Serving(Generic[E]):
 
 
 @contextmanager
-def serving(engine: E, settings: Settings) -> Iterator[Serving[E]]:
-    """Serve on a free port of loopback until the end of the block."""
+def serving(engine: E, settings: Settings, send_buffer_bytes: int | None = None) -> Iterator[Serving[E]]:
+    """Serve on a free port of loopback until the end of the block; a small buffer makes it feel early who does not read."""
     server = make_server(engine, settings)
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer_bytes:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # its connections take it over
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     until = time.monotonic() + 30

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from kvlingo.handoff import read_conversation
-from kvlingo.models import LanguageModel, prefill
+from kvlingo.models import LanguageModel, prefill, wrap
+from kvlingo.serve.disk import Disk
 from kvlingo.serve.engine import Limits, LocalEngine
 from kvlingo.serve.protocol import Begun, Dial, Done, Message, Piece, Request, Sampling
 from kvlingo.serve.switching import Link, Rule
@@ -31,6 +32,20 @@ def printable_only(lm: LanguageModel) -> dict[int, float]:
     return {i: NO_MODEL_PICKS for i in range(len(lm.tokenizer)) if i not in letters}
 
 
+@cache
+def letters_model(family: str = "llama") -> LanguageModel:
+    """Return a tiny model that says letters only, by a bias of its own: no request has to carry one."""
+    lm = tiny.language_model(family)
+    model = tiny.clone(lm.model)
+    bias = torch.zeros(lm.geometry.vocab_size, dtype=lm.dtype)
+    bias[list(printable_only(lm))] = NO_MODEL_PICKS
+    bias[len(lm.tokenizer) :] = NO_MODEL_PICKS
+    model.lm_head.register_parameter("bias", torch.nn.Parameter(bias))
+    letters = wrap(model, lm.tokenizer, name=f"{family}-letters")
+    tiny.assert_context_matters(letters)
+    return letters
+
+
 def greedy(lm: LanguageModel, count: int = 6, **changes: Any) -> Sampling:
     """Return greedy sampling of letters that tells every id."""
     return Sampling(
@@ -46,13 +61,18 @@ def greedy(lm: LanguageModel, count: int = 6, **changes: Any) -> Sampling:
 
 @contextlib.contextmanager
 def twin_engine(
-    family: str = "llama", *, translator: Translator | None = None, rule: Rule = ALWAYS, **limits: Any
+    family: str | LanguageModel = "llama",
+    *,
+    translator: Translator | None = None,
+    rule: Rule = ALWAYS,
+    disk: Disk | None = None,
+    **limits: Any,
 ) -> Iterator[tuple[LocalEngine, LanguageModel]]:
     """Serve one model under two names with the identity between them (or another translator)."""
-    lm = tiny.language_model(family)
+    lm = tiny.language_model(family) if isinstance(family, str) else family
     translator = translator or identity_translator(lm.geometry, torch.float64)
     links = [Link("a", "b", translator), Link("b", "a", translator)]
-    with closing(LocalEngine({"a": lm, "b": lm}, links, Limits(rule=rule, **limits))) as engine:
+    with closing(LocalEngine({"a": lm, "b": lm}, links, Limits(rule=rule, **limits), disk)) as engine:
         yield engine, lm
 
 

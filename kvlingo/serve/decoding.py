@@ -97,7 +97,8 @@ class _Row:
     job: Job
     state: ModelState
     speech: Speech
-    ttft_ms: float
+    queue_ms: float
+    ttft_ms: float = 0.0
     error: Exception | None = None
 
 
@@ -246,11 +247,12 @@ class Lane:
             if job.cancelled.is_set():
                 self.counts["cancelled"] += 1
                 return
+            queue_ms = ms_since(job.submitted)
             started = job.begin()
             job.tell(started.begun)
-            row = _Row(job, started.state, Speech(self.lm, job.sampling), 0.0)
+            row = _Row(job, started.state, Speech(self.lm, job.sampling), queue_ms)
             self._speak(row, started.logits)
-            row.ttft_ms = 1e3 * (time.perf_counter() - job.submitted)
+            row.ttft_ms = ms_since(job.submitted)
         except Exception as error:
             row = None
             self.counts["failed"] += 1
@@ -331,7 +333,7 @@ class Lane:
             self.counts["cancelled"] += 1
         else:
             self.counts["finished"] += 1
-            job.tell(Done(speech.finish_reason, len(speech.ids), row.ttft_ms))
+            job.tell(Done(speech.finish_reason, len(speech.ids), row.ttft_ms, row.queue_ms))
         with self._changed:
             self._changed.notify_all()
 
@@ -342,6 +344,11 @@ class Lane:
         for row in rows:
             self.counts["failed"] += 1
             row.job.tell(error)
+
+
+def ms_since(began: float) -> float:
+    """Return the milliseconds since a reading of `time.perf_counter`."""
+    return 1e3 * (time.perf_counter() - began)
 
 
 def clipped(sampling: Sampling, prompt_tokens: int, limit: int | None) -> Sampling:

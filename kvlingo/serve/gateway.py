@@ -34,7 +34,7 @@ from kvlingo.serve.keys import Keys, Rate
 from kvlingo.serve.metrics import CONTENT_TYPE, Figures
 from kvlingo.serve.protocol import AUTO, Engine, ModelInfo, NoRouter, Unavailable, UnknownModel
 from kvlingo.serve.replies import Fault, TooLarge, TooSlow, WrongType, chat_shape, fault_of, text_shape
-from kvlingo.serve.schema import ChatBody, Common, CompletionBody, Order, Refused, order, read_body
+from kvlingo.serve.schema import ChatBody, Common, CompletionBody, Order, Refused, described_neutral, order, read_body
 from kvlingo.serve.settings import LOOPBACK, Settings
 from kvlingo.serve.speaking import Reply, Setting, noted_fault
 
@@ -195,9 +195,9 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
     """Give each path its method."""
     for path, kind in BODIES.items():
-        app.add_api_route(path, gateway.answer, methods=["POST"], name=path, openapi_extra=body_of(kind))
+        app.add_api_route(path, gateway.answer, methods=["POST"], name=path, openapi_extra=asked_with(kind))
     app.add_api_route("/v1/models", gateway.models)
-    app.add_api_route("/v1/models/{name:path}", gateway.one_model)
+    app.add_api_route("/v1/models/{name:path}", gateway.one_model, openapi_extra=ONE_MODEL)
     app.add_api_route("/healthz", gateway.healthz)
     app.add_api_route("/readyz", gateway.readyz)
     app.add_api_route("/metrics", gateway.metrics)
@@ -216,18 +216,54 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     app.openapi = schema  # type: ignore[method-assign]
 
 
-def body_of(kind: type[Common]) -> dict[str, Any]:
-    """Name a body's class in the OpenAPI description: the body itself is read by `read_body`, for its error messages."""
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+FAULT: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+FAULTS = {
+    "description": "What is wrong, in OpenAI's shape",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Fault"}}},
+}
+ONE_MODEL = {
+    "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}],
+    "responses": {"default": FAULTS},
+}
+
+
+def asked_with(kind: type[Common]) -> dict[str, Any]:
+    """Describe a request with a body: the body itself is read by `read_body`, for its error messages."""
+    body = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    whole, stream = {"schema": {"type": "object"}}, {"schema": {"type": "string"}}
+    answer = {"application/json": whole, "text/event-stream": stream}
+    pinned = {"type": "string", "pattern": f"^{CONVERSATION.pattern}$"}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "parameters": [{"name": "X-Conversation", "in": "header", "required": False, "schema": pinned}],
+        "responses": {"200": {"description": "The answer, or a stream of it", "content": answer}, "default": FAULTS},
+    }
 
 
 def with_bodies(openapi: dict[str, Any]) -> dict[str, Any]:
-    """Add the bodies' classes to the OpenAPI description."""
+    """Add to the OpenAPI description what it refers to."""
     _, schemas = models_json_schema(
         [(kind, "validation") for kind in BODIES.values()], ref_template="#/components/schemas/{model}"
     )
-    openapi.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+    for kind in BODIES.values():
+        schemas["$defs"][kind.__name__]["properties"] |= described_neutral()
+    known = openapi.setdefault("components", {}).setdefault("schemas", {})
+    known.update(schemas["$defs"] | {"Fault": FAULT})
     return openapi
 
 

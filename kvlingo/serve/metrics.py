@@ -44,6 +44,9 @@ class Figures:
         self.ttft = Histogram(
             "kvlingo_ttft_seconds", "Time to the first token", ["kind"], buckets=SECONDS, registry=self.registry
         )
+        self.queue = Histogram(
+            "kvlingo_queue_seconds", "Time before a model turns to a request", buckets=SECONDS, registry=self.registry
+        )
         self.reasons: set[str] = set()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

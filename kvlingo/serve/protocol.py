@@ -114,11 +114,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Done:
-    """Told last."""
+    """Told last.
+
+    Fields:
+        queue_ms: of the time to the first token, what passed before the model turned to the request.
+    """
 
     finish_reason: Literal["stop", "length"]
     completion_tokens: int
     ttft_ms: float
+    queue_ms: float = 0.0
 
 
 Event = Begun | Piece | Done

@@ -151,6 +151,10 @@ class Tally:
         """Return how each prompt was read: the other choices of a prompt go on from there."""
         return [begun for index, begun in sorted(self.begun.items()) if index in self.leaders]
 
+    def first_ends(self) -> list[Done]:
+        """Return the ends of the first choices, as far as they have come: the others find the prompt read."""
+        return [done for index, done in self.done.items() if index in self.leaders]
+
     def model(self) -> str:
         """Return the model that answers; where a router chose several, the name that was asked for."""
         first = self.firsts()[0]
@@ -179,7 +183,8 @@ class Tally:
             "hops": max(begun.hops for begun in firsts),
             "source": next((begun.source for begun in firsts if begun.source), None),
             "fallback": next((begun.fallback for begun in firsts if begun.fallback), None),
-            "ttft_ms": round(min((self.done[i].ttft_ms for i in self.leaders if i in self.done), default=0.0), 3),
+            "ttft_ms": round(min((done.ttft_ms for done in self.first_ends()), default=0.0), 3),
+            "queue_ms": round(min((done.queue_ms for done in self.first_ends()), default=0.0), 3),
             **self.routes(),
         }
 

@@ -295,6 +295,12 @@ def known_fields(kind: type[BaseModel], values: Mapping[str, Any]) -> dict[str, 
     return known
 
 
+def described_neutral() -> dict[str, Any]:
+    """Describe the fields that are not supported and yet accepted, as properties of a JSON schema."""
+    why = "not supported; accepted where it asks for nothing"
+    return {name: {"enum": [None, *values], "description": why} for name, values in NEUTRAL.items()}
+
+
 def refusal(error: ValidationError) -> Refused:
     """Return the refusal for pydantic's errors: of the branches of a choice, the one that went deepest tells the most."""
     found = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))

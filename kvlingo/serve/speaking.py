@@ -141,6 +141,7 @@ class Reply(Response):
             figures.completion.inc(event.completion_tokens)
             if leads:
                 figures.ttft.labels(kind_of(self.tally.begun[index])).observe(event.ttft_ms / 1000)
+                figures.queue.observe(event.queue_ms / 1000)
 
     def see_that_all_ended(self) -> None:
         """Raise where the engine left a choice without an end: half an answer must not pass for a whole one."""
