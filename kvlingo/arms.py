@@ -252,7 +252,7 @@ def logits_of(handed: HandOff) -> Tensor:
     return handed.logits
 
 
-# A new way (translating ahead, say) is a function here and a line in this table; `prediction.predicted` says what it should cost.
+# A new way (translating ahead, say) is a function here and a line in this table; `Forecast.arms` says what it should cost.
 ARMS: dict[str, Callable[[Case, int | None], Arm]] = {
     "reprefill": reprefill,
     "reprefill_delta": reprefill_delta,

@@ -34,6 +34,7 @@ from kvlingo.timing import timed_ms
 from kvlingo.translator import Translator
 
 SAMPLED_LAYERS = 2
+CALLED_LAYERS = 6
 SAMPLED_TOKENS = (64, 256, 1024, 4096)
 HANDED_TOKENS = (256, 1024)
 PRODUCT_TOKENS = 1024
@@ -99,27 +100,39 @@ def map_weights(translator: Translator) -> list[int]:
 @torch.no_grad()
 def measure_reading(lm: LanguageModel, *, repeats: int = REPEATS) -> ReadingRates:
     """Time passes of the model's first layers over one token and over several lengths; conclude its rates."""
-    count = min(SAMPLED_LAYERS, int(lm.model.config.get_text_config(decoder=True).num_hidden_layers))
-    cost, view = read_cost(lm, count), first_layers(lm.model, count)
-    room = lm.geometry.max_positions
-    lengths = [n for n in SAMPLED_TOKENS if room is None or n <= room] or [room or 1]
-
-    def seconds(tokens: int, times: int) -> float:
-        ids = torch.arange(tokens, device=lm.device)[None]
-        words = ids % lm.geometry.vocab_size
-
-        def read() -> None:
-            run(view, input_ids=words, position_ids=ids, cache=full_cache(lm.model.config))
-
-        return median_s(read, lm, times)
-
+    whole = int(lm.model.config.get_text_config(decoder=True).num_hidden_layers)
     s_per_byte = seconds_per_byte(lm)
-    alone = seconds(1, 5 * repeats)
-    s_per_layer = max(alone - weight_bytes(cost, 1) * s_per_byte, 0.0) / count
+    s_per_pass, s_per_layer = seconds_per_call(lm, min(CALLED_LAYERS, whole), s_per_byte, 5 * repeats)
+    count = min(SAMPLED_LAYERS, whole)
+    cost, room = read_cost(lm, count), lm.geometry.max_positions
+    lengths = [n for n in SAMPLED_TOKENS if room is None or n <= room] or [room or 1]
     rows = [(2.0 * cost.token_weights * n, attention_flops(cost, n), weight_bytes(cost, n)) for n in lengths]
-    spent = [max(seconds(n, repeats) - count * s_per_layer, 1e-9) for n in lengths]
+    calls = s_per_pass + count * s_per_layer
+    spent = [max(pass_of_first(lm, count, n, repeats) - calls, 1e-9) for n in lengths]
     s_per_flop, s_per_attention_flop, s_per_weight_byte = not_negative(rows, spent)
-    return ReadingRates(s_per_flop, s_per_attention_flop, s_per_byte, s_per_layer, s_per_weight_byte)
+    return ReadingRates(s_per_flop, s_per_attention_flop, s_per_byte, s_per_layer, s_per_pass, s_per_weight_byte)
+
+
+def pass_of_first(lm: LanguageModel, layers: int, tokens: int, repeats: int) -> float:
+    """Return the seconds of a pass of the first layers over `tokens` tokens, without an output head."""
+    view = first_layers(lm.model, layers)
+    positions = torch.arange(tokens, device=lm.device)[None]
+    ids = positions % lm.geometry.vocab_size
+
+    def read() -> None:
+        run(view, input_ids=ids, position_ids=positions, cache=full_cache(lm.model.config))
+
+    return median_s(read, lm, repeats)
+
+
+def seconds_per_call(lm: LanguageModel, layers: int, s_per_byte: float, repeats: int) -> tuple[float, float]:
+    """Return the seconds of a pass and of a layer's call, from passes of one and of several layers over one token."""
+    counts = sorted({1, layers})
+    rest = [pass_of_first(lm, n, 1, repeats) - weight_bytes(read_cost(lm, n), 1) * s_per_byte for n in counts]
+    if len(counts) == 1:
+        return 0.0, max(rest[0], 0.0)
+    s_per_layer = min(max((rest[1] - rest[0]) / (layers - 1), 0.0), max(rest[1], 0.0) / layers)
+    return max(rest[0] - s_per_layer, 0.0), s_per_layer
 
 
 def seconds_per_byte(lm: LanguageModel) -> float:

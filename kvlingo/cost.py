@@ -117,6 +117,7 @@ class ReadingRates:
         s_per_attention_flop: of attention.
         s_per_byte: of weights and caches that a pass reads.
         s_per_layer: of a layer's call, however few its tokens.
+        s_per_pass: of a pass, however few its layers.
         s_per_weight_byte: of weights that a pass over many tokens reads; 0 where that hides behind its products.
     """
 
@@ -124,6 +125,7 @@ class ReadingRates:
     s_per_attention_flop: float
     s_per_byte: float
     s_per_layer: float
+    s_per_pass: float = 0.0
     s_per_weight_byte: float = 0.0
 
 
@@ -194,16 +196,17 @@ def moved_bytes(target: TargetCost, handoff: HandoffCost, middle: int) -> float:
 
 
 def pass_s(target: TargetCost, rates: ReadingRates, tokens: int, *, after: int = 0, logits: bool = True) -> float:
-    """Return the seconds of a pass: each layer's call, then whichever takes longer, its products or reading its weights.
+    """Return the seconds of a pass: its calls, then whichever takes longer, its products or reading its weights.
 
-    layers · call + max(products + weights that don't hide, weights) + max(attention, cache) + head; without `logits` no head.
+    calls + max(products + weights that don't hide, weights) + max(attention, cache) + head; without `logits` no head.
     """
     if not tokens:
         return 0.0
     weights, products = weight_bytes(target, tokens), 2.0 * target.token_weights * tokens
     cached = cached_features(target, after) * target.bytes_per_value
     return (
-        len(target.windows) * rates.s_per_layer
+        rates.s_per_pass
+        + len(target.windows) * rates.s_per_layer
         + max(products * rates.s_per_flop + weights * rates.s_per_weight_byte, weights * rates.s_per_byte)
         + max(attention_flops(target, tokens, after=after) * rates.s_per_attention_flop, cached * rates.s_per_byte)
         + (target.head_weights * target.bytes_per_value * rates.s_per_byte if logits else 0.0)

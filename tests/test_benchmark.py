@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench import speed, tables
 from kvlingo import benchmark, cli
 from kvlingo.arms import ARMS, READS_ALL, Arm, Dial, Pair, apply_alone, filled_cache, read_in_chunks, stage
 from kvlingo.benchmark import BenchOptions, crossing, percentile, run_benchmark, timed_arms
@@ -27,6 +28,7 @@ from kvlingo.calibration import (
     read_cost,
 )
 from kvlingo.cost import mapped_flops, pass_flops
+from kvlingo.environment import available_bytes, available_to_container, memory_bytes
 from kvlingo.errors import BadInput
 from kvlingo.jobs import Where
 from kvlingo.manifest import Manifest, card_of
@@ -263,7 +265,9 @@ ROW = record_of(
     }
 )
 READING = record_of(
-    dict.fromkeys(("s_per_flop", "s_per_attention_flop", "s_per_byte", "s_per_layer", "s_per_weight_byte"), NUMBER)
+    dict.fromkeys(
+        ("s_per_flop", "s_per_attention_flop", "s_per_byte", "s_per_layer", "s_per_pass", "s_per_weight_byte"), NUMBER
+    )
 )
 SCHEMA = record_of(
     {
@@ -394,6 +398,44 @@ def test_what_can_not_be_timed_is_refused_in_one_line(run: Run, arguments: list[
     assert len(err.splitlines()) == 1
 
 
+def test_the_calls_of_the_measured_tables_can_be_made() -> None:
+    for name, words in speed.NAMES.items():
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        assert all(shape in PUBLIC_SHAPES for shape in cli.two_names(given["--shapes"])), name
+        rank = given.get("--rank")
+        MapShape(given["--map-kind"], None if rank is None else int(rank))  # type: ignore[arg-type]
+        lengths = cli.numbers(given["--lengths"], "--lengths")
+        BenchOptions(lengths)
+        rooms = [PUBLIC_SHAPES[shape]["max_position_embeddings"] for shape in given["--shapes"].split(",")]
+        assert max(lengths) <= min(rooms), name
+
+
+def test_a_table_marks_what_was_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.speed() == "Not measured yet.\n"
+    record = {
+        "maps": {"kind": "full", "rank": 8},
+        "pair": {"source": "A", "target": "B"},
+        "dtype": "float32",
+        "environment": {"accelerator": None, "cpu": "a CPU"},
+        "lengths": [
+            {
+                "tokens": 9000,
+                "arms": {
+                    "reprefill": {"measured": False, "median_ms": 1000.0},
+                    "translate_warm": {"measured": True, "median_ms": 50.0},
+                },
+                "speedup_warm": 20.0,
+                "speedup_cold": None,
+                "apply": {"share_of_gemm_rate": 0.7},
+            }
+        ],
+    }
+    (tmp_path / "speed-x.json").write_text(json.dumps(record))
+    assert "| A → B, full, rank 8 | 9,000 | ~1,000 | 50 | – | – | 20.0× | – | 70% |" in tables.speed()
+    assert "float32 on a CPU" in tables.speed()
+
+
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
 # All parameters, tied ones once, as their makers' checkpoints have them.
@@ -455,6 +497,16 @@ def test_what_is_needed_counts_weights_maps_caches_and_activations() -> None:
     refuse_what_does_not_fit(needed(), None, ("small", "large"))
     with pytest.raises(BadInput, match=f"{needed().total:,} bytes"):
         refuse_what_does_not_fit(needed(), needed().total - 1, ("small", "large"))
+
+
+def test_a_container_s_limit_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory.current").write_text("300\n")
+    for limit, left in (("1000\n", 700), ("max\n", None), ("200\n", 0)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert available_to_container(tmp_path) == left
+    assert available_to_container(tmp_path / "none") is None
+    free, whole = available_bytes(CPU), memory_bytes()
+    assert free is None or whole is None or 0 < free <= whole
 
 
 @pytest.fixture(scope="module")

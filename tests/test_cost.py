@@ -96,6 +96,7 @@ def test_seconds_are_calls_products_attention_and_head() -> None:
     weights = 2 * 600_000 * 2e-10  # one token: reading its weights takes longer than multiplying
     assert pass_s(KNOWN, READING, 1, logits=False) == pytest.approx(2e-5 + weights, rel=1e-3)
     assert pass_s(KNOWN, READING, 0) == 0
+    assert pass_s(KNOWN, replace(READING, s_per_pass=1.0), 500) == pytest.approx(1.0 + pass_s(KNOWN, READING, 500))
     apart = replace(READING, s_per_weight_byte=1e-10)  # weights are read, and then multiplied
     assert pass_s(KNOWN, apart, 500) - pass_s(KNOWN, READING, 500) == pytest.approx(2 * 1_000_000 * 1e-10)
     assert pass_s(KNOWN, apart, 1) == pytest.approx(pass_s(KNOWN, READING, 1))
@@ -112,7 +113,7 @@ def test_predictions_grow_with_tokens(cost: TargetCost) -> None:
     ):
         values = [predict(n) for n in LENGTHS]
         assert values == sorted(values)
-        assert values[-1] > values[0] or cost is TARGET
+        assert len(set(values)) == len(LENGTHS) or cost is TARGET
 
 
 @pytest.mark.parametrize("name", ["s_per_flop", "s_per_byte", "s_per_handoff"])
