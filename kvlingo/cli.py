@@ -62,6 +62,7 @@ class Routing(StrEnum):
     threshold = "threshold"
     cascade = "cascade"
     learned = "learned"
+    token = "token"
 
 
 class Control(StrEnum):
@@ -440,15 +441,16 @@ def serve(
     router: Annotated[
         Routing | None,
         typer.Option(
-            help="Who decides which model answers auto: nobody, length and turn, the small model's own doubt, or what "
-            "`kvlingo route fit` learned. Default: explicit, auto is refused.",
+            help="Who decides which model answers auto: nobody, length and turn, the small model's own doubt about its "
+            "answer, what `kvlingo route fit` learned, or its doubt about each token. Default: explicit, auto is refused.",
             show_default=False,
         ),
     ] = None,
     small: Annotated[str | None, typer.Option(help="The router's small model. Default: small.")] = None,
     big: Annotated[str | None, typer.Option(help="The router's big model. Default: big.")] = None,
     rules: Annotated[
-        Path | None, typer.Option(help="TOML file of limits: [[switch]] (`kvlingo calibrate`), [threshold], [cascade].")
+        Path | None,
+        typer.Option(help="TOML file of limits: [[switch]] (`kvlingo calibrate`), [threshold], [cascade], [token]."),
     ] = None,
     learned: Annotated[
         Path | None, typer.Option(metavar="DIR", help="What `kvlingo route fit` wrote, for the router learned.")
@@ -607,7 +609,8 @@ def route_eval(
         typer.Argument(
             metavar="RECORDED.jsonl",
             help='Rows with "prompt" or "messages", and for "small" and "big" {"quality": 0 to 1, "cost", "ms"}; '
-            '"mean_logprob" of small for the cascade; "cluster" for rows that belong together.',
+            '"mean_logprob" of small for the cascade; "token" like small, with "share_big", for the router token; '
+            '"cluster" for rows that belong together.',
             show_default=False,
         ),
     ],

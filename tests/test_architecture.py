@@ -27,14 +27,14 @@ ORDER = re.findall(
 SERVE_ORDER = re.findall(
     r"\w+",
     """
-    protocol settings keys sessions freezing disk shelf sampling decoding healing switching engine routing loading
+    protocol settings keys sessions freezing disk shelf sampling duet decoding healing switching relay engine routing loading
     calibrating schema replies answering metrics doors speaking gateway
     """,
 )
 
 # The same for the routers, `kvlingo/serve/routing/`.
 ROUTING_ORDER = re.findall(
-    r"\w+", "choosing threshold cascade features learned rules routed building rows learning comparing"
+    r"\w+", "choosing threshold cascade token features learned rules routed building rows learning comparing"
 )
 
 # The web framework ends here: everything else sees an `Engine`, a body or plain ASGI.

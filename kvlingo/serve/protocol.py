@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol
 
 Mode = Literal["auto", "translate", "reprefill"]
 Message = Mapping[str, Any]
+Finish = Literal["stop", "length", "turn"]
+"""Why a model stops; "turn": another goes on with the same answer, which no client is told."""
 AUTO = "auto"
 """The model of a request that leaves it to a router who answers."""
 
@@ -42,6 +44,14 @@ class Dial:
 
 
 @dataclass(frozen=True)
+class Help:
+    """Single tokens from another model, `model`: those of which the one that answers has an entropy of `from_nats` or more."""
+
+    model: str
+    from_nats: float
+
+
+@dataclass(frozen=True)
 class Request:
     """One choice to be answered. `conversation` pins it to what was read under the same name."""
 
@@ -52,6 +62,7 @@ class Request:
     tenant: str = ""
     conversation: str | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
+    help: Help | None = None
 
 
 @dataclass(frozen=True)
@@ -113,12 +124,33 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Done:
-    """Told last."""
+class Part:
+    """What one of several models did for an answer.
 
-    finish_reason: Literal["stop", "length"]
+    Fields:
+        completion_tokens: of the answer, chosen by this model.
+        turns: how often it took over.
+        native_tokens, translated_tokens, recomputed_tokens: how it came to know the prompt and what the others said.
+        fallback: why nothing was translated although it was to be, or None.
+    """
+
+    model: str
+    completion_tokens: int = 0
+    turns: int = 0
+    native_tokens: int = 0
+    translated_tokens: int = 0
+    recomputed_tokens: int = 0
+    fallback: str | None = None
+
+
+@dataclass(frozen=True)
+class Done:
+    """Told last. `parts`: who did what, where several models said one answer."""
+
+    finish_reason: Finish
     completion_tokens: int
     ttft_ms: float
+    parts: tuple[Part, ...] = ()
 
 
 Event = Begun | Piece | Done
@@ -180,6 +212,14 @@ class Unsupported(Exception):
     def __init__(self, param: str, reason: str = "the model that answers can't serve it") -> None:
         super().__init__(f"{param}: {reason}; leave it out")
         self.param = param
+
+
+class NoHelp(Exception):
+    """The model that was to help with single tokens can't read this; the other answers alone. Holds its name and why."""
+
+    def __init__(self, model: str, why: TooLong | Unsupported) -> None:
+        super().__init__(f"{model}: {why}")
+        self.model, self.why = model, why
 
 
 class Engine(Protocol):

@@ -180,8 +180,14 @@ class Tally:
             "source": next((begun.source for begun in firsts if begun.source), None),
             "fallback": next((begun.fallback for begun in firsts if begun.fallback), None),
             "ttft_ms": round(min((self.done[i].ttft_ms for i in self.leaders if i in self.done), default=0.0), 3),
+            **self.parts(),
             **self.routes(),
         }
+
+    def parts(self) -> Json:
+        """Return what each model did for a choice that several said."""
+        parts = [{"index": index, **asdict(part)} for index, done in sorted(self.done.items()) for part in done.parts]
+        return {"parts": parts} if parts else {}
 
     def routes(self) -> Json:
         """Return why who answers which choice, where that was a router's to decide."""

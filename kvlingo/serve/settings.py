@@ -15,7 +15,7 @@ from typing import Any
 from kvlingo.errors import BadInput
 
 PREFIX = "KVLINGO_"
-ROUTERS = ("explicit", "threshold", "cascade", "learned")
+ROUTERS = ("explicit", "threshold", "cascade", "learned", "token")
 CACHE_DISK_BYTES = 8 << 30
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
