@@ -28,7 +28,7 @@ SERVE_ORDER = re.findall(
     r"\w+",
     """
     protocol settings keys sessions freezing disk shelf sampling duet decoding healing switching relay engine routing loading
-    calibrating schema replies answering metrics doors speaking gateway
+    calibrating schema calls replies answering metrics doors speaking gateway
     """,
 )
 

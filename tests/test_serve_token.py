@@ -255,11 +255,11 @@ def duet_of(kind: str, said: Sequence[tuple[str, str]], from_nats: float = 1.0) 
     duet = Duet(Singer("small", small, 0), Singer("big", big, 0), Sampling(100, 0.0), from_nats)
     turn, text = Turn(duet), ""
     for who, piece in said:
-        token = turn.singer.lm.tokenizer.convert_tokens_to_ids(piece)
         if who != turn.singer.name:
             text += turn.next(unsure(turn.singer.lm)).text
             turn = Turn(duet)
         assert turn.singer.name == who
+        token = turn.singer.lm.tokenizer.convert_tokens_to_ids(piece)
         text += turn.next(sure(turn.singer.lm, token)).text
         if turn.finish_reason == "turn":
             turn = Turn(duet)

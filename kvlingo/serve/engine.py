@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from kvlingo.chat import takes_tools
+from kvlingo.chat import ignored, writes_tool_call_tags
 from kvlingo.errors import BadInput
 from kvlingo.handoff import ModelState
 from kvlingo.models import LanguageModel
@@ -128,6 +128,8 @@ class LocalEngine:
         events = self._alone(request, asked) if request.help is None else self._together(request, request.help, asked)
         async with aclosing(events):
             async for event in events:
+                if isinstance(event, Begun) and request.tools:
+                    event = replace(event, calls=writes_tool_call_tags(self._sides[request.model].lm.tokenizer))
                 yield event
 
     async def _alone(self, request: Request, asked: float) -> AsyncGenerator[Event, None]:
@@ -186,8 +188,7 @@ class LocalEngine:
         """Check a request, tokenise it and bring back from disk what helps; neither on the event loop nor where models run."""
         check(request.sampling, lm.geometry.vocab_size)
         _check_dial(request)
-        if request.tools and not takes_tools(lm.tokenizer):
-            raise Unsupported("tools", f"the chat template of {request.model} has no place for them")
+        _check_tools(request, lm)
         prompt = prompt_of(request, lm)
         limit = lm.geometry.max_positions
         if limit is not None and len(prompt.reading) >= limit:
@@ -250,6 +251,18 @@ def _check_links(models: Mapping[str, LanguageModel], links: Sequence[Link]) -> 
             raise BadInput(f"a translator names the model {missing!r}, which is not served; give it with --model")
         if models[link.target].target_refusal is None:
             check_geometry(link.translator.config, models[link.source].geometry, models[link.target].geometry)
+
+
+def _check_tools(request: Request, lm: LanguageModel) -> None:
+    """Raise `Unsupported` where the model would not see the tools or their calls."""
+    if isinstance(request.prompt, str):
+        if request.tools:
+            raise Unsupported("tools", "a text has no place for tools")
+        return
+    param = ignored(lm.tokenizer, request.prompt, request.tools)
+    if param is not None:
+        what = "tools" if param == "tools" else "tool_calls"
+        raise Unsupported(param, f"the chat template of {request.model} has no place for {what}")
 
 
 def _check_dial(request: Request) -> None:

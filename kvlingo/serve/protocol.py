@@ -91,6 +91,7 @@ class Begun:
         hops: how often the least trusted span was translated.
         fallback: why nothing was translated although it was to be, or None.
         route: how this model was chosen; None where the request named it.
+        calls: whether the answer's text may hold calls of tools in a form that is known (`calls.py`).
     """
 
     model: str
@@ -102,6 +103,7 @@ class Begun:
     source: str | None
     fallback: str | None
     route: Route | None = None
+    calls: bool = False
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def compare_file(file: Path, *, rules: Path | None, learned: Path | None, seed: 
         raise BadInput(f"{rules} has a limit of the router token; what it did is recorded, not replayed: leave it out")
     if all(row.mixed for row in rows):
         routers.append(Token(PAIR))
-    else:
+    elif any(row.mixed for row in rows):
         notes.append("token is left out: not every row has what it did")
     if learned:
         saved = load_router(learned)
