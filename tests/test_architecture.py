@@ -27,8 +27,8 @@ ORDER = re.findall(
 SERVE_ORDER = re.findall(
     r"\w+",
     """
-    protocol settings keys sessions freezing disk shelf sampling duet decoding healing switching relay engine routing loading
-    calibrating schema calls replies answering metrics doors speaking gateway
+    protocol settings keys sessions freezing disk shelf forms sampling duet decoding healing switching relay engine routing
+    loading calibrating schema calls replies answering metrics doors speaking gateway
     """,
 )
 
@@ -43,11 +43,24 @@ MAY_IMPORT_FASTAPI = {"gateway"}
 # scikit-learn fits a router here; serving one needs no part of it.
 MAY_IMPORT_SKLEARN = {"learning"}
 
+# Forms of answers are an extra too.
+MAY_IMPORT_LLGUIDANCE = {"forms"}
+
 # Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen
 # through these two.
 MAY_IMPORT_TRANSFORMERS = {"cache", "models"}
 
-HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "matplotlib", "fastapi", "sklearn")
+HEAVY = (
+    "torch",
+    "transformers",
+    "numpy",
+    "safetensors",
+    "huggingface_hub",
+    "matplotlib",
+    "fastapi",
+    "sklearn",
+    "llguidance",
+)
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:root|home|work|opt|tmp|mnt|Users)/\w")
 REGISTRY_HOST = re.compile(r"(?:pypi|pythonhosted|npmjs|deb\.debian)\.(?:org|com)")
@@ -175,6 +188,14 @@ def test_scikit_learn_sits_in_one_module(source: Path) -> None:
     at_top = {name.split(".")[0] for name in imported(iter(tree.body))}
     assert "sklearn" not in at_top, "import it where it is used: it is an extra"
     assert not named or source.stem in MAY_IMPORT_SKLEARN
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_llguidance_sits_in_one_module(source: Path) -> None:
+    tree = tree_of(source)
+    at_top, names = ({name.split(".")[0] for name in imported(nodes)} for nodes in (iter(tree.body), at_run_time(tree)))
+    assert "llguidance" not in at_top, "import it where it is used: it is an extra"
+    assert "llguidance" not in names or source.stem in MAY_IMPORT_LLGUIDANCE
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())

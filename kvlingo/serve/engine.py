@@ -22,6 +22,7 @@ from kvlingo.models import LanguageModel
 from kvlingo.serve.decoding import Job, Lane, Started, clipped
 from kvlingo.serve.disk import Disk
 from kvlingo.serve.duet import Duet, Singer
+from kvlingo.serve.forms import form_of
 from kvlingo.serve.healing import Healer
 from kvlingo.serve.protocol import (
     Begun,
@@ -36,7 +37,7 @@ from kvlingo.serve.protocol import (
     Unsupported,
 )
 from kvlingo.serve.relay import Relay, Tell, heard
-from kvlingo.serve.sampling import check
+from kvlingo.serve.sampling import Speech, check
 from kvlingo.serve.sessions import Sessions
 from kvlingo.serve.shelf import Shelf
 from kvlingo.serve.switching import Link, Prompt, Rule, Side, Switch, prompt_of
@@ -136,14 +137,18 @@ class LocalEngine:
         """Let one model answer."""
         side = self._sides[request.model]
         prompt = await asyncio.to_thread(self._read, request, side.lm)
+        sampling = clipped(request.sampling, len(prompt.reading), side.lm.geometry.max_positions)
+        schema = sampling.json_schema
+        form = None if schema is None else await asyncio.to_thread(form_of, schema, side.lm)
 
         def job(tell: Tell) -> Job:
             return Job(
                 tenant=request.tenant,
-                sampling=clipped(request.sampling, len(prompt.reading), side.lm.geometry.max_positions),
+                sampling=sampling,
                 begin=partial(self._start, prompt),
                 tell=tell,
                 keep=partial(self._keep, prompt),
+                voice=Speech(side.lm, sampling, form),
                 submitted=asked,
             )
 
@@ -168,6 +173,8 @@ class LocalEngine:
         sides = (self._sides[request.model], self._side(help_.model))
         prompts = {sides[0].name: self._read(request, sides[0].lm)}
         try:
+            if request.sampling.json_schema is not None:
+                raise Unsupported("response_format", "two models can't keep to one form")
             prompts[help_.model] = self._read(replace(request, model=help_.model), sides[1].lm)
         except (TooLong, Unsupported) as error:
             raise NoHelp(help_.model, error) from error

@@ -19,7 +19,12 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one choice is sampled. `top_logprobs` None: no log-probabilities; 0: those of the chosen tokens only."""
+    """How one choice is sampled.
+
+    Fields:
+        top_logprobs: None: no log-probabilities; 0: those of the chosen tokens only.
+        json_schema: what the answer must keep to, as JSON; None: nothing.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -32,6 +37,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    json_schema: str | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvlingo.errors import BadInput
 from kvlingo.generation import check_sampling, end_ids, seeded
 from kvlingo.models import LanguageModel
+from kvlingo.serve.forms import Form
 from kvlingo.serve.protocol import Finish, Piece, Sampling, TokenInfo
 from kvlingo.spelling import spelling_of
 
@@ -147,15 +148,18 @@ class Picker:
 
     Args:
         generator: where a request's chance comes from; two models that answer together share one.
+        form: what the answer must keep to, or None.
 
     Fields:
         ends: the ids that end an answer.
         said: how often each token was said, for the penalties.
     """
 
-    def __init__(self, lm: LanguageModel, sampling: Sampling, generator: torch.Generator) -> None:
+    def __init__(
+        self, lm: LanguageModel, sampling: Sampling, generator: torch.Generator, form: Form | None = None
+    ) -> None:
         self.ends, self.said = end_ids(lm), Counter[int]()
-        self._sampling, self._generator = sampling, generator
+        self._sampling, self._generator, self._form = sampling, generator, form
         self._tokenizer, self._known = lm.tokenizer, len(lm.tokenizer)
 
     def readied(self, logits: Tensor) -> Tensor:
@@ -171,11 +175,15 @@ class Picker:
     def pick(self, logits: Tensor) -> int:
         """Choose the next token, and count it."""
         adjusted = adjust(logits, self._sampling, self.said)
+        if self._form is not None:
+            adjusted[: self._known].masked_fill_(~self._form.allowed(), -torch.inf)
         if self._sampling.temperature == 0:
             token = int(adjusted.argmax())
         else:
             token = int(torch.multinomial(distribution(adjusted, self._sampling), 1, generator=self._generator))
         self.said[token] += 1
+        if self._form is not None:
+            self._form.take(token)
         return token
 
     def inform(self, logits: Tensor, token: int) -> TokenInfo | None:
@@ -241,11 +249,11 @@ class Speech:
         finish_reason: None while it goes on.
     """
 
-    def __init__(self, lm: LanguageModel, sampling: Sampling) -> None:
+    def __init__(self, lm: LanguageModel, sampling: Sampling, form: Form | None = None) -> None:
         self.ids: list[int] = []
         self.finish_reason: Finish | None = None
         self._most = sampling.max_new_tokens
-        self._picker = Picker(lm, sampling, seeded(CPU, sampling.seed))
+        self._picker = Picker(lm, sampling, seeded(CPU, sampling.seed), form)
         self._text = TextStream(lambda ids: str(lm.tokenizer.decode(ids, skip_special_tokens=True)))
         self._telling = Telling(sampling.stop)
 
