@@ -477,6 +477,14 @@ def serve(
     drain: Annotated[
         float | None, typer.Option(help="Seconds that running answers may go on after SIGTERM. Default: 30.")
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Collector that gets an OpenTelemetry span for each request. Default: OTEL_EXPORTER_OTLP_ENDPOINT, or none.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
@@ -500,6 +508,7 @@ def serve(
         "heal": heal,
         "cors_origins": cors_origin,
         "drain_s": drain,
+        "otlp_endpoint": otlp_endpoint,
         "dtype": dtype,
         "device": device,
     }

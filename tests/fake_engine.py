@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 from kvlingo.serve.gateway import Server, make_server
 from kvlingo.serve.protocol import Begun, Done, Engine, Event, ModelInfo, Piece, Request, TokenInfo, UnknownModel
 from kvlingo.serve.settings import Settings
+from kvlingo.serve.tracing import Spans
 
 WORDS = (
     "red",
@@ -142,9 +143,9 @@ class Serving(Generic[E]):
 
 
 @contextmanager
-def serving(engine: E, settings: Settings) -> Iterator[Serving[E]]:
+def serving(engine: E, settings: Settings, spans: Spans | None = None) -> Iterator[Serving[E]]:
     """Serve on a free port of loopback until the end of the block."""
-    server = make_server(engine, settings)
+    server = make_server(engine, settings, spans)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -28,7 +28,7 @@ SERVE_ORDER = re.findall(
     r"\w+",
     """
     protocol settings keys sessions freezing disk shelf forms sampling duet decoding healing switching relay engine routing
-    loading calibrating schema calls replies answering metrics doors speaking gateway
+    loading calibrating schema calls replies answering metrics tracing doors speaking gateway
     """,
 )
 
@@ -43,8 +43,8 @@ MAY_IMPORT_FASTAPI = {"gateway"}
 # scikit-learn fits a router here; serving one needs no part of it.
 MAY_IMPORT_SKLEARN = {"learning"}
 
-# Forms of answers are an extra too.
-MAY_IMPORT_LLGUIDANCE = {"forms"}
+# These are extras too.
+EXTRAS = {"llguidance": "forms", "opentelemetry": "tracing"}
 
 # Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen
 # through these two.
@@ -60,6 +60,7 @@ HEAVY = (
     "fastapi",
     "sklearn",
     "llguidance",
+    "opentelemetry",
 )
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:root|home|work|opt|tmp|mnt|Users)/\w")
@@ -191,11 +192,11 @@ def test_scikit_learn_sits_in_one_module(source: Path) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
-def test_llguidance_sits_in_one_module(source: Path) -> None:
+def test_an_extra_of_the_gateway_sits_in_one_module(source: Path) -> None:
     tree = tree_of(source)
     at_top, names = ({name.split(".")[0] for name in imported(nodes)} for nodes in (iter(tree.body), at_run_time(tree)))
-    assert "llguidance" not in at_top, "import it where it is used: it is an extra"
-    assert "llguidance" not in names or source.stem in MAY_IMPORT_LLGUIDANCE
+    assert not at_top & set(EXTRAS), "import it where it is used: it is an extra"
+    assert {EXTRAS[name] for name in names & set(EXTRAS)} <= {source.stem}
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
