@@ -252,7 +252,7 @@ class Speech:
     def __init__(self, lm: LanguageModel, sampling: Sampling, form: Form | None = None) -> None:
         self.ids: list[int] = []
         self.finish_reason: Finish | None = None
-        self._most = sampling.max_new_tokens
+        self._sampling = sampling
         self._picker = Picker(lm, sampling, seeded(CPU, sampling.seed), form)
         self._text = TextStream(lambda ids: str(lm.tokenizer.decode(ids, skip_special_tokens=True)))
         self._telling = Telling(sampling.stop)
@@ -266,7 +266,7 @@ class Speech:
         text = "" if ended else self._text.add(token)
         if ended:
             self.finish_reason = "stop"
-        elif len(self.ids) >= self._most:
+        elif len(self.ids) >= self._sampling.max_new_tokens:
             self.finish_reason = "length"
         last = self.finish_reason is not None
         if last:
