@@ -79,6 +79,10 @@ def alone(model: str, request: Request) -> Request:
     return replace(request, model=model, help=None)
 
 
+def prompt_ids(lm: LanguageModel) -> tuple[int, ...]:
+    return read_conversation([dict(m) for m in PROMPT], lm, add_generation_prompt=True).ids
+
+
 def likely_limit(kind: str) -> float:
     """Return a doubt that some tokens have and others have not."""
     small, _ = pair(kind)
@@ -191,12 +195,12 @@ def test_stop_strings_and_lengths_go_over_turns() -> None:
 @pytest.mark.parametrize("mode", ["auto", "translate"])
 def test_a_translated_prompt_serves_the_helper(mode: Any) -> None:
     with twin_engine(rule=ALWAYS) as (engine, lm):
-        request = request_for(lm, "a", PROMPT, dial=Dial(mode), help=Help("b", 1.0), count=12)
+        request = request_for(lm, "a", PROMPT, dial=Dial(mode), help=Help("b", 2.3), count=40)
         (found,) = ask(engine, request)
-        assert found.ids == cold_ids(lm, PROMPT, 12)
+        assert found.ids == cold_ids(lm, PROMPT, 40)
         helper = found.done.parts[1]
         assert helper.completion_tokens > 0
-        assert helper.translated_tokens > 0
+        assert helper.translated_tokens > found.begun.prompt_tokens, "what the other said since is translated too"
         assert helper.fallback is None
 
 
@@ -224,22 +228,29 @@ def test_both_models_go_on_from_what_they_held() -> None:
 def test_who_leaves_stops_both_and_what_was_read_is_kept() -> None:
     small, _ = pair("one vocabulary")
 
-    async def leave(engine: LocalEngine, after: int) -> None:
-        events = cast("Any", engine.run(helped(1.0, greedy(small, 500))))
+    async def leave(engine: LocalEngine, after: int) -> str:
+        events, text = cast("Any", engine.run(helped(1.0, greedy(small, 500)))), ""
         async with aclosing(events):
             async for event in events:
-                after -= isinstance(event, Piece)
-                if after == 0:
-                    return
+                text += event.text if isinstance(event, Piece) else ""
+                if len(text) == after:
+                    return text
+        raise AssertionError("it ended")
 
-    async def left_and_idle(engine: LocalEngine, after: int) -> None:
-        await leave(engine, after)
+    async def left_and_idle(engine: LocalEngine, after: int) -> str:
+        text = await leave(engine, after)
         while engine.stats()["running"] or engine.stats()["queued"]:
             await asyncio.sleep(0.01)
+        return text
 
     with pair_engine() as engine:
         for after in (1, 4, 9):
-            within(left_and_idle(engine, after))
+            text = within(left_and_idle(engine, after))
+            talk = (*PROMPT, assistant(text), user("?"))
+            for name in ("small", "big"):
+                (next_turn,) = ask(engine, helped(NONE, greedy(small, 1), prompt=talk, model=name, help=None))
+                held = next_turn.begun.native_tokens - len(prompt_ids(small))
+                assert held >= (after - 1 if name == "small" else after // 9), "but for what the other said last"
         assert engine.stats()["tokens"] < 200
         (found,) = ask(engine, helped(1.0, greedy(small, 12)))
         assert found.begun.native_tokens == found.begun.prompt_tokens - 1
@@ -397,11 +408,19 @@ def test_without_the_helper_the_small_model_answers_alone() -> None:
 
 def test_an_answer_ends_where_one_model_has_no_more_room() -> None:
     small, _ = pair("one vocabulary")
-    (prompt,) = {len(read_conversation([dict(m) for m in PROMPT], small, add_generation_prompt=True))}
+    prompt = len(prompt_ids(small))
     short = tiny.language_model(lambda: tiny.llama(max_position_embeddings=prompt + 5), seed=5, name="short")
     with closing(LocalEngine({"small": small, "big": short})) as engine:
         (found,) = ask(engine, helped(1.0, greedy(small, 50)))
         assert (found.done.finish_reason, found.done.completion_tokens) == ("length", 5)
+    few = tiny.language_model(lambda: tiny.llama(max_position_embeddings=64), seed=5, name="few")
+    words, _ = pair("two vocabularies")
+    duet = Duet(Singer("small", words, 0), Singer("big", few, 60), Sampling(100, 0.0), from_nats=1.0)
+    turn = Turn(duet)
+    turn.next(sure(words, words.tokenizer.convert_tokens_to_ids("Ġthe")))
+    assert turn.finish_reason is None
+    turn.next(unsure(words))
+    assert (turn.finish_reason, len(duet.big.ids)) == ("length", 4), "one token of the one is four of the other"
 
 
 def test_over_http_the_alias_answers_and_parts_are_told() -> None:

@@ -13,10 +13,11 @@ comes to know the prompt that way too: a translated prompt is what makes its fir
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -54,7 +55,7 @@ def _put(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Any], event: Eve
         loop.call_soon_threadsafe(events.put_nowait, event)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Relay:
     """Carries one answer of two models through their lanes, turn by turn.
 
@@ -72,19 +73,25 @@ class Relay:
     keep: Callable[[Prompt, ModelState], None]
     count: Callable[..., None]
     asked: float
+    _at_rest: threading.Lock = field(default_factory=threading.Lock)
+    _singing: Singer | None = None
+    _left: bool = False
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Yield the answer's beginning, its pieces, and its end with who did what."""
         duet = self.duet
         turns = 0
-        while duet.finish_reason is None:
-            turn = Turn(duet)
-            lane = self.lanes[turn.singer.name]
-            async with aclosing(heard(lane, partial(self._job, turn), goes_on=turns > 0)) as events:
-                async for event in events:
-                    if not isinstance(event, Done) and (turns == 0 or not isinstance(event, Begun)):
-                        yield event
-            turns += 1
+        try:
+            while duet.finish_reason is None:
+                turn = Turn(duet)
+                lane = self.lanes[turn.singer.name]
+                async with aclosing(heard(lane, partial(self._job, turn), goes_on=turns > 0)) as events:
+                    async for event in events:
+                        if not isinstance(event, Done) and (turns == 0 or not isinstance(event, Begun)):
+                            yield event
+                turns += 1
+        finally:
+            self._leave()
         ttft_ms = 1e3 * ((duet.first_at or time.perf_counter()) - self.asked)
         yield Done(duet.finish_reason, duet.completion_tokens, ttft_ms, duet.parts)
 
@@ -100,10 +107,19 @@ class Relay:
             submitted=self.asked,
         )
 
+    def _leave(self) -> None:
+        """Keep what both hold where nobody listens to the next turn; a model that still says something keeps it at its end."""
+        with self._at_rest:
+            self._left = True
+            if self._singing is None and self.duet.finish_reason is None:
+                self._keep_all()
+
     # --- the worker's thread of the model whose turn it is ---
 
     def _begin(self, turn: Turn) -> Started:
         """Let a model catch up with the answer."""
+        with self._at_rest:
+            self._singing = turn.singer
         singer, unread = turn.singer, turn.singer.unread()
         if singer.state is not None and unread and len(unread) <= self._reads_up_to(singer):
             turn.ids.extend(unread)
@@ -139,9 +155,10 @@ class Relay:
 
     def _rest(self, turn: Turn, state: ModelState) -> None:
         """Take back what a model holds at the end of its turn; after the last, or a cancelled one, it is kept for others."""
-        turn.singer.state = state
-        if turn.finish_reason != "turn":
-            self._keep_all()
+        with self._at_rest:
+            turn.singer.state, self._singing = state, None
+            if self._left or turn.finish_reason != "turn":
+                self._keep_all()
 
     def _keep_all(self) -> None:
         for singer in (self.duet.small, self.duet.big):
