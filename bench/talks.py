@@ -237,6 +237,6 @@ class EngineAsker:
                         done = event
         assert begun is not None
         assert done is not None
-        facts = {"queue_ms": done.queue_ms, "ttft_ms": done.ttft_ms}
+        facts: dict[str, object] = {"queue_ms": done.queue_ms, "ttft_ms": done.ttft_ms}
         facts |= {"translated_tokens": begun.translated_tokens, "fallback": begun.fallback}
         return told(turn, messages, text, facts)

@@ -42,9 +42,25 @@ def _text_part(part: Any) -> str:
     return text
 
 
-def takes_tools(tokenizer: Any) -> bool:
-    """Tell whether the tokenizer's template has a place for tool definitions."""
-    return "tools" in str(tokenizer.chat_template or "")
+def ignored(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message]) -> str | None:
+    """Say what the tokenizer's template leaves out of a chat: its tools, or the calls in its messages; None: nothing.
+
+    The chat is rendered with and without them: a template that has no place for them writes the same text.
+    """
+    chat = [plain_message(message) for message in messages]
+    silent = [{name: value for name, value in message.items() if name != "tool_calls"} for message in chat]
+    if not tools and silent == chat:
+        return None
+    rendered = render(tokenizer, chat, True, tools)
+    if tools and rendered == render(tokenizer, chat, True):
+        return "tools"
+    return "messages" if silent != chat and rendered == render(tokenizer, silent, True, tools) else None
+
+
+def writes_tool_call_tags(tokenizer: Any) -> bool:
+    """Tell whether the template writes calls as JSON between `<tool_call>` tags, as Hermes and Qwen do."""
+    template = str(tokenizer.chat_template or "")
+    return "<tool_call>" in template and "</tool_call>" in template
 
 
 def render(

@@ -71,6 +71,7 @@ class Routing(StrEnum):
     threshold = "threshold"
     cascade = "cascade"
     learned = "learned"
+    token = "token"
 
 
 class Control(StrEnum):
@@ -449,15 +450,16 @@ def serve(
     router: Annotated[
         Routing | None,
         typer.Option(
-            help="Who decides which model answers auto: nobody, length and turn, the small model's own doubt, or what "
-            "`kvlingo route fit` learned. Default: explicit, auto is refused.",
+            help="Who decides which model answers auto: nobody, length and turn, the small model's own doubt about its "
+            "answer, what `kvlingo route fit` learned, or its doubt about each token. Default: explicit, auto is refused.",
             show_default=False,
         ),
     ] = None,
     small: Annotated[str | None, typer.Option(help="The router's small model. Default: small.")] = None,
     big: Annotated[str | None, typer.Option(help="The router's big model. Default: big.")] = None,
     rules: Annotated[
-        Path | None, typer.Option(help="TOML file of limits: [[switch]] (`kvlingo calibrate`), [threshold], [cascade].")
+        Path | None,
+        typer.Option(help="TOML file of limits: [[switch]] (`kvlingo calibrate`), [threshold], [cascade], [token]."),
     ] = None,
     learned: Annotated[
         Path | None, typer.Option(metavar="DIR", help="What `kvlingo route fit` wrote, for the router learned.")
@@ -488,6 +490,14 @@ def serve(
     drain: Annotated[
         float | None, typer.Option(help="Seconds that running answers may go on after SIGTERM. Default: 30.")
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Collector that gets an OpenTelemetry span for each request. Default: OTEL_EXPORTER_OTLP_ENDPOINT, or none.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
@@ -512,6 +522,7 @@ def serve(
         "ahead": ahead,
         "cors_origins": cors_origin,
         "drain_s": drain,
+        "otlp_endpoint": otlp_endpoint,
         "dtype": dtype,
         "device": device,
     }
@@ -699,7 +710,8 @@ def route_eval(
         typer.Argument(
             metavar="RECORDED.jsonl",
             help='Rows with "prompt" or "messages", and for "small" and "big" {"quality": 0 to 1, "cost", "ms"}; '
-            '"mean_logprob" of small for the cascade; "cluster" for rows that belong together.',
+            '"mean_logprob" of small for the cascade; "token" like small, with "share_big", for the router token; '
+            '"cluster" for rows that belong together.',
             show_default=False,
         ),
     ],

@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 from kvlingo.serve.gateway import Server, make_server
 from kvlingo.serve.protocol import Begun, Done, Engine, Event, ModelInfo, Piece, Request, TokenInfo, UnknownModel
 from kvlingo.serve.settings import Settings
+from kvlingo.serve.tracing import Spans
 
 WORDS = (
     "red",
@@ -142,9 +143,11 @@ class Serving(Generic[E]):
 
 
 @contextmanager
-def serving(engine: E, settings: Settings, send_buffer_bytes: int | None = None) -> Iterator[Serving[E]]:
+def serving(
+    engine: E, settings: Settings, spans: Spans | None = None, send_buffer_bytes: int | None = None
+) -> Iterator[Serving[E]]:
     """Serve on a free port of loopback until the end of the block; a small buffer makes it feel early who does not read."""
-    server = make_server(engine, settings)
+    server = make_server(engine, settings, spans)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer_bytes:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # its connections take it over

@@ -27,14 +27,14 @@ ORDER = re.findall(
 SERVE_ORDER = re.findall(
     r"\w+",
     """
-    protocol settings keys sessions freezing disk shelf sampling decoding healing switching ahead engine routing loading
-    calibrating schema replies answering metrics doors speaking gateway
+    protocol settings keys sessions freezing disk shelf forms sampling duet decoding healing switching ahead relay engine routing
+    loading calibrating schema calls replies answering metrics tracing doors speaking gateway
     """,
 )
 
 # The same for the routers, `kvlingo/serve/routing/`.
 ROUTING_ORDER = re.findall(
-    r"\w+", "choosing threshold cascade features learned rules routed building rows learning comparing"
+    r"\w+", "choosing threshold cascade token features learned rules routed building rows learning comparing"
 )
 
 # The web framework ends here: everything else sees an `Engine`, a body or plain ASGI.
@@ -43,11 +43,25 @@ MAY_IMPORT_FASTAPI = {"gateway"}
 # scikit-learn fits a router here; serving one needs no part of it.
 MAY_IMPORT_SKLEARN = {"learning"}
 
+# These are extras too.
+EXTRAS = {"llguidance": "forms", "opentelemetry": "tracing"}
+
 # Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen
 # through these. The last one makes models from configs, with random weights, to be timed.
 MAY_IMPORT_TRANSFORMERS = {"cache", "models", "public_shapes"}
 
-HEAVY = ("torch", "transformers", "numpy", "safetensors", "huggingface_hub", "matplotlib", "fastapi", "sklearn")
+HEAVY = (
+    "torch",
+    "transformers",
+    "numpy",
+    "safetensors",
+    "huggingface_hub",
+    "matplotlib",
+    "fastapi",
+    "sklearn",
+    "llguidance",
+    "opentelemetry",
+)
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:root|home|work|opt|tmp|mnt|Users)/\w")
 REGISTRY_HOST = re.compile(r"(?:pypi|pythonhosted|npmjs|deb\.debian)\.(?:org|com)")
@@ -175,6 +189,14 @@ def test_scikit_learn_sits_in_one_module(source: Path) -> None:
     at_top = {name.split(".")[0] for name in imported(iter(tree.body))}
     assert "sklearn" not in at_top, "import it where it is used: it is an extra"
     assert not named or source.stem in MAY_IMPORT_SKLEARN
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_an_extra_of_the_gateway_sits_in_one_module(source: Path) -> None:
+    tree = tree_of(source)
+    at_top, names = ({name.split(".")[0] for name in imported(nodes)} for nodes in (iter(tree.body), at_run_time(tree)))
+    assert not at_top & set(EXTRAS), "import it where it is used: it is an extra"
+    assert {EXTRAS[name] for name in names & set(EXTRAS)} <= {source.stem}
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())

@@ -30,6 +30,7 @@ from kvlingo.serve.routing.learning import Labelled, areas, cut_for, fit, fitted
 from kvlingo.serve.routing.rows import digest, prompt_of
 from kvlingo.serve.routing.rules import NEVER, Measured, Rules, read_rules
 from kvlingo.serve.routing.threshold import Threshold, ThresholdRule
+from kvlingo.serve.routing.token import Token
 from kvlingo.serve.settings import Settings
 from kvlingo.serve.switching import Rule
 from kvlingo.store import save_translator
@@ -358,6 +359,36 @@ def test_a_cascade_pays_and_waits_for_both() -> None:
     assert arm["share_big"]["mean"] == pytest.approx(2 / 3)
 
 
+def test_what_the_token_router_did_is_taken_from_the_record() -> None:
+    small, big, heard = Played(0.0, 1.0, 10.0), Played(1.0, 5.0, 70.0), Heard(0, -2.0)
+    rows = [
+        Recorded(name, name, small, big, heard, (Played(q, 2.0, 30.0), q / 4)) for name, q in (("a", 0.8), ("b", 0.4))
+    ]
+    arm = compare(rows, [Token(PAIR)])["arms"]["token"]
+    assert arm["quality"]["mean"] == pytest.approx(0.6)
+    assert arm["cost"]["mean"] == pytest.approx(2.0)
+    assert arm["share_big"]["mean"] == pytest.approx(0.15)
+
+
+def test_the_token_router_stands_in_the_table_where_every_row_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = {"quality": 0.9, "cost": 2, "ms": 50, "share_big": 0.2}
+    rows = [row_of(row, token=mixed) for row in record(4)]
+    assert run("route", "eval", str(written_rows(tmp_path / "r.jsonl", rows)), "--json") == 0
+    arm = json.loads(capsys.readouterr().out.splitlines()[-1])["arms"]["token"]
+    assert (arm["quality"]["mean"], arm["share_big"]["mean"]) == (pytest.approx(0.9), pytest.approx(0.2))
+    del rows[1]["token"]
+    file = written_rows(tmp_path / "r.jsonl", rows)
+    assert run("route", "eval", str(file), "--json") == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "token" not in report["arms"]
+    assert report["notes"] == ["token is left out: not every row has what it did"]
+    (tmp_path / "rules.toml").write_text("[token]\nfrom_nats = 2.0\n")
+    assert run("route", "eval", str(file), "--rules", str(tmp_path / "rules.toml")) == 2
+    assert "recorded, not replayed" in capsys.readouterr().err
+
+
 def test_lots_of_the_same_cost_by_hand() -> None:
     small, big = table([Played(0.2, 1.0, 1.0)] * 2), table([Played(0.8, 5.0, 1.0)] * 2)
     arm = table([Played(0.2, 1.0, 1.0), Played(1.0, 5.0, 1.0)])
@@ -431,6 +462,9 @@ def test_without_log_probabilities_the_cascade_is_left_out_and_that_is_said(
         ({"big": {"quality": 1, "cost": 1, "ms": 1, "mean_logprob": -1}}, "unknown field 'mean_logprob' in big"),
         ({"small": {"quality": 1, "cost": 1, "ms": 1, "mean_logprob": 1}}, "0 or less"),
         ({"cluster": 3}, "cluster is not a text"),
+        ({"token": {"quality": 1, "cost": 1, "ms": 1}}, "token.share_big is not a number"),
+        ({"token": {"quality": 1, "cost": 1, "ms": 1, "share_big": 2}}, "token.share_big is above 1"),
+        ({"token": None}, "token is missing"),
     ],
 )
 def test_a_bad_record_is_refused_by_its_field(

@@ -12,6 +12,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from kvlingo.cache import append_row, stack_rows
 from kvlingo.generation import grown
 from kvlingo.handoff import ModelState
 from kvlingo.models import LanguageModel, prefill
-from kvlingo.serve.protocol import Begun, Busy, Done, Event, Sampling, Unavailable
+from kvlingo.serve.protocol import Begun, Busy, Done, Event, Finish, Piece, Sampling, Unavailable
 from kvlingo.serve.sampling import Speech
 
 LOG = logging.getLogger(__name__)
@@ -37,6 +38,21 @@ class Started:
     begun: Begun
 
 
+class Voice(Protocol):
+    """What a row says: takes logits [vocabulary] until it is finished.
+
+    Fields:
+        ids: what was chosen, after what the row's state does not hold yet although its cache does.
+    """
+
+    ids: list[int]
+    finish_reason: Finish | None
+
+    def next(self, logits: Tensor) -> Piece:
+        """Choose a token, or finish without one; return what can be told now."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Job:
     """One request as a worker sees it.
@@ -45,6 +61,7 @@ class Job:
         begin: runs on the worker's thread; what it raises is told and nothing else.
         tell: takes events and at most one error, from the worker's thread.
         keep: takes what the model holds in the end, before `Done` is told; also when it was cancelled.
+        voice: says the answer; None: a `Speech` of the lane's model.
         cancelled: set by whoever no longer listens.
     """
 
@@ -53,6 +70,7 @@ class Job:
     begin: Callable[[], Started]
     tell: Callable[[Event | Exception], None]
     keep: Callable[[ModelState], None]
+    voice: Voice | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     submitted: float = field(default_factory=time.perf_counter)
 
@@ -96,7 +114,7 @@ class FairQueue:
 class _Row:
     job: Job
     state: ModelState
-    speech: Speech
+    speech: Voice
     queue_ms: float
     ttft_ms: float = 0.0
     error: Exception | None = None
@@ -135,10 +153,14 @@ class Lane:
         self._thread = threading.Thread(target=self._work, name=f"kvlingo-{lm.name}", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Queue a job. Raises `Busy` when its tenant's queue is full, `Unavailable` when the lane is closing."""
+    def submit(self, job: Job, *, goes_on: bool = False) -> None:
+        """Queue a job. Raises `Busy` when its tenant's queue is full, `Unavailable` when the lane is closing.
+
+        `goes_on`: with an answer that was begun, which no full queue may break off. An answer has one job at a time.
+        """
         with self._changed:
-            self.see_room_for(job.tenant)
+            if self._closing or not goes_on:
+                self.see_room_for(job.tenant)
             self._queue.push(job)
             self._changed.notify_all()
 
@@ -250,7 +272,7 @@ class Lane:
             queue_ms = ms_since(job.submitted)
             started = job.begin()
             job.tell(started.begun)
-            row = _Row(job, started.state, Speech(self.lm, job.sampling), queue_ms)
+            row = _Row(job, started.state, job.voice or Speech(self.lm, job.sampling), queue_ms)
             self._speak(row, started.logits)
             row.ttft_ms = ms_since(job.submitted)
         except Exception as error:
@@ -268,8 +290,9 @@ class Lane:
                 self._leave(row)
 
     def _speak(self, row: _Row, logits: Tensor) -> None:
+        before = len(row.speech.ids)
         piece = row.speech.next(logits)
-        self.counts["tokens"] += 1
+        self.counts["tokens"] += len(row.speech.ids) - before
         if piece.text or piece.tokens:
             row.job.tell(piece)
 

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvlingo.serve.keys import Keys, Rate
 from kvlingo.serve.metrics import Figures
 from kvlingo.serve.replies import Fault, fault_of
+from kvlingo.serve.tracing import Spans
 
 OPEN = {"/", "/healthz", "/readyz"}
 """Routes that need no key: what a probe and a browser ask for before they could have one."""
@@ -67,10 +68,13 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 class Door:
-    """Number a request, write its line into the log, and turn what no route caught into an error in JSON."""
+    """Number a request, write its line into the log, and turn what no route caught into an error in JSON.
 
-    def __init__(self, app: ASGIApp, figures: Figures, routes: Iterable[str]) -> None:
-        self.app, self.figures, self.routes = app, figures, frozenset(routes)
+    `spans`: told of each request too, where there are any.
+    """
+
+    def __init__(self, app: ASGIApp, figures: Figures, routes: Iterable[str], spans: Spans | None = None) -> None:
+        self.app, self.figures, self.routes, self.spans = app, figures, frozenset(routes), spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on."""
@@ -78,7 +82,7 @@ class Door:
             await self.app(scope, receive, send)
             return
         note = scope[NOTE] = Note(f"req-{uuid.uuid4().hex}")
-        began = time.perf_counter()
+        began, began_ns = time.perf_counter(), time.time_ns()
 
         async def numbered(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -93,15 +97,19 @@ class Door:
             if note.status is None:
                 await fault_response(fault_of(error))(scope, receive, numbered)
         finally:
-            self._write(scope, note, (time.perf_counter() - began) * 1000)
+            self._write(scope, note, began_ns, (time.perf_counter() - began) * 1000)
 
-    def _write(self, scope: Scope, note: Note, ms: float) -> None:
+    def _write(self, scope: Scope, note: Note, began_ns: int, ms: float) -> None:
         """Write the line. A path that is no route is not repeated: anything could stand in it."""
         route = scope["path"] if scope["path"] in self.routes else "other"
         status = note.status or GONE
         self.figures.requests.labels(route, str(status)).inc()
         facts = {"id": note.id, "method": scope["method"], "route": route, "status": status, "ms": round(ms, 1)}
         facts |= {"tenant": note.tenant} | note.facts
+        if self.spans is not None:
+            told = {name: value for name, value in facts.items() if name not in ("method", "route", "status", "ms")}
+            times = (began_ns, began_ns + int(1e6 * ms))
+            self.spans.tell(scope["method"], route, status, times, Headers(scope=scope), told)
         LOG.log(logging.ERROR if status >= 500 and status != 503 else logging.INFO, "request", extra={"facts": facts})
 
 

@@ -10,24 +10,28 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
-from kvlingo.chat import takes_tools
+from kvlingo.chat import ignored, writes_tool_call_tags
 from kvlingo.errors import BadInput
 from kvlingo.handoff import ModelState
 from kvlingo.models import LanguageModel
 from kvlingo.serve.ahead import Ahead, answered
 from kvlingo.serve.decoding import Job, Lane, Started, clipped
 from kvlingo.serve.disk import Disk
+from kvlingo.serve.duet import Duet, Singer
+from kvlingo.serve.forms import form_of
 from kvlingo.serve.healing import Healer
 from kvlingo.serve.protocol import (
+    Begun,
     Done,
     Event,
+    Help,
     ModelInfo,
+    NoHelp,
     Piece,
     Request,
     TooLong,
@@ -35,7 +39,8 @@ from kvlingo.serve.protocol import (
     UnknownModel,
     Unsupported,
 )
-from kvlingo.serve.sampling import check
+from kvlingo.serve.relay import Relay, Tell, heard
+from kvlingo.serve.sampling import Speech, check
 from kvlingo.serve.sessions import Sessions
 from kvlingo.serve.shelf import Shelf
 from kvlingo.serve.switching import Link, Prompt, Rule, Side, Switch, prompt_of
@@ -46,7 +51,7 @@ STOP_S = 5.0
 SAVE_S = 20.0
 """So long may writing what is worth it take, once all requests have ended."""
 KINDS = ("native", "translated", "recomputed")
-COUNTED = ("requests", "fallbacks", "switches_translated", *(f"{kind}_tokens" for kind in KINDS))
+COUNTED = ("requests", "fallbacks", "switches_translated", "helped_tokens", *(f"{kind}_tokens" for kind in KINDS))
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class LocalEngine:
         self._sessions = Sessions(limits.cache_bytes, self._shelf.put) if self._shelf else Sessions(limits.cache_bytes)
         self._switch = Switch(self._sides, links, self._sessions, limits.rule, self._shelf)
         self._counts, self._counting = Counter[str](dict.fromkeys(COUNTED, 0)), threading.Lock()
-        self._draining = False
+        self._draining, self._relays = False, 0
         self._healers = [Healer(name, lm, self._sessions, self._is_busy) for name, lm in models.items() if limits.heal]
         self._ways = [(link.source, link.target) for link in links if not link.refusal]
         self._ahead = {name: self._ahead_of(name) for _, name in self._ways if limits.ahead}
@@ -134,38 +139,79 @@ class LocalEngine:
         Raises before the first event: `UnknownModel`, `Unavailable`, `Busy`, `TooLong`, `Unsupported`, or `BadInput` for what
         the model's template or the sampler refuses.
         """
-        if request.model not in self._sides:
-            raise UnknownModel(f"no model {request.model!r} here; there are: {', '.join(self._sides)}")
+        self._side(request.model)
         if self._draining:
             raise Unavailable(1.0)
         asked = time.perf_counter()
-        side, lane = self._sides[request.model], self._lanes[request.model]
-        lane.see_room_for(request.tenant)
+        self._lanes[request.model].see_room_for(request.tenant)
+        events = self._alone(request, asked) if request.help is None else self._together(request, request.help, asked)
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, Begun) and request.tools:
+                    event = replace(event, calls=writes_tool_call_tags(self._sides[request.model].lm.tokenizer))
+                yield event
+
+    async def _alone(self, request: Request, asked: float) -> AsyncGenerator[Event, None]:
+        """Let one model answer."""
+        side = self._sides[request.model]
         prompt = await asyncio.to_thread(self._read, request, side.lm)
-        events: asyncio.Queue[Event | Exception] = asyncio.Queue()
-        job = Job(
-            tenant=request.tenant,
-            sampling=clipped(request.sampling, len(prompt.reading), side.lm.geometry.max_positions),
-            begin=partial(self._start, prompt),
-            tell=partial(_put, asyncio.get_running_loop(), events),
-            keep=partial(self._keep, prompt),
-            submitted=asked,
-        )
-        lane.submit(job)
+        sampling = clipped(request.sampling, len(prompt.reading), side.lm.geometry.max_positions)
+        schema = sampling.json_schema
+        form = None if schema is None else await asyncio.to_thread(form_of, schema, side.lm)
+
+        def job(tell: Tell) -> Job:
+            return Job(
+                tenant=request.tenant,
+                sampling=sampling,
+                begin=partial(self._start, prompt),
+                tell=tell,
+                keep=partial(self._keep, prompt),
+                voice=Speech(side.lm, sampling, form),
+                submitted=asked,
+            )
+
         said = ""
-        try:
-            while True:
-                event = await events.get()
-                if isinstance(event, Exception):
-                    raise event
+        async with aclosing(heard(self._lanes[request.model], job)) as events:
+            async for event in events:
                 said += event.text if isinstance(event, Piece) else ""
                 if isinstance(event, Done):
                     self._look_ahead(request, said)
                 yield event
-                if isinstance(event, Done):
-                    return
+
+    async def _together(self, request: Request, help_: Help, asked: float) -> AsyncGenerator[Event, None]:
+        """Let one model answer with single tokens of another. Raises `NoHelp` where that one can't read the prompt."""
+        relay = await asyncio.to_thread(self._relay, request, help_, asked)
+        self._relays += 1
+        try:
+            async with aclosing(relay.events()) as events:
+                async for event in events:
+                    yield event
         finally:
-            lane.cancel(job)
+            self._relays -= 1
+            with self._counting:
+                self._counts["helped_tokens"] += relay.duet.big.part.completion_tokens
+
+    def _relay(self, request: Request, help_: Help, asked: float) -> Relay:
+        sides = (self._sides[request.model], self._side(help_.model))
+        prompts = {sides[0].name: self._read(request, sides[0].lm)}
+        try:
+            if request.sampling.json_schema is not None:
+                raise Unsupported("response_format", "two models can't keep to one form")
+            prompts[help_.model] = self._read(replace(request, model=help_.model), sides[1].lm)
+        except (TooLong, Unsupported) as error:
+            raise NoHelp(help_.model, error) from error
+        sampling, singers = request.sampling, list[Singer]()
+        for side in sides:
+            tokens = len(prompts[side.name].reading)
+            singers.append(Singer(side.name, side.lm, tokens))
+            sampling = clipped(sampling, tokens, side.lm.geometry.max_positions)
+        duet = Duet(singers[0], singers[1], sampling, help_.from_nats)
+        return Relay(duet, prompts, self._lanes, self._switch, self._keep, self._counted, asked)
+
+    def _side(self, name: str) -> Side:
+        if name not in self._sides:
+            raise UnknownModel(f"no model {name!r} here; there are: {', '.join(self._sides)}")
+        return self._sides[name]
 
     def _look_ahead(self, request: Request, said: str) -> None:
         """Let the models that may be asked next be made ready for this conversation with its answer."""
@@ -178,8 +224,7 @@ class LocalEngine:
         """Check a request, tokenise it and bring back from disk what helps; neither on the event loop nor where models run."""
         check(request.sampling, lm.geometry.vocab_size)
         _check_dial(request)
-        if request.tools and not takes_tools(lm.tokenizer):
-            raise Unsupported("tools", f"the chat template of {request.model} has no place for them")
+        _check_tools(request, lm)
         prompt = prompt_of(request, lm)
         limit = lm.geometry.max_positions
         if limit is not None and len(prompt.reading) >= limit:
@@ -191,13 +236,17 @@ class LocalEngine:
         started = self._switch.start(prompt)
         # Kept now too, for those who ask the same before the answer is finished.
         self._keep(prompt, started.state)
-        with self._counting:
-            self._counts["requests"] += 1
-            self._counts["fallbacks"] += started.begun.fallback is not None
-            self._counts["switches_translated"] += started.begun.translated_tokens > 0
-            for kind in KINDS:
-                self._counts[f"{kind}_tokens"] += getattr(started.begun, f"{kind}_tokens")
+        self._counted(started.begun, first=True)
         return started
+
+    def _counted(self, begun: Begun, *, first: bool) -> None:
+        """Count how a model came to know what it goes on from; `first`: of a request."""
+        with self._counting:
+            self._counts["requests"] += first
+            self._counts["fallbacks"] += begun.fallback is not None
+            self._counts["switches_translated"] += begun.translated_tokens > 0
+            for kind in KINDS:
+                self._counts[f"{kind}_tokens"] += getattr(begun, f"{kind}_tokens")
 
     def _keep(self, prompt: Prompt, state: ModelState) -> None:
         name = prompt.request.model
@@ -226,7 +275,7 @@ class LocalEngine:
         """Take no more requests, wait for those that run, cancel what is left; the workers end before their next token."""
         self._draining = True
         until = time.monotonic() + timeout_s
-        while time.monotonic() < until and any(sum(lane.load.values()) for lane in self._lanes.values()):
+        while time.monotonic() < until and (self._relays or self._is_busy()):
             await asyncio.sleep(POLL_S)
         await asyncio.gather(*(asyncio.to_thread(lane.stop, STOP_S) for lane in self._lanes.values()))
         if self._shelf:
@@ -242,12 +291,6 @@ def _first_of(pieces: Sequence[Callable[[], float | None]]) -> float | None:
     return None
 
 
-def _put(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Any], event: Event | Exception) -> None:
-    """Hand an event to the loop that waits for it; one that has closed has nobody who listens."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(events.put_nowait, event)
-
-
 def _check_links(models: Mapping[str, LanguageModel], links: Sequence[Link]) -> None:
     for link in links:
         missing = next((name for name in (link.source, link.target) if name not in models), None)
@@ -255,6 +298,18 @@ def _check_links(models: Mapping[str, LanguageModel], links: Sequence[Link]) -> 
             raise BadInput(f"a translator names the model {missing!r}, which is not served; give it with --model")
         if models[link.target].target_refusal is None:
             check_geometry(link.translator.config, models[link.source].geometry, models[link.target].geometry)
+
+
+def _check_tools(request: Request, lm: LanguageModel) -> None:
+    """Raise `Unsupported` where the model would not see the tools or their calls."""
+    if isinstance(request.prompt, str):
+        if request.tools:
+            raise Unsupported("tools", "a text has no place for tools")
+        return
+    param = ignored(lm.tokenizer, request.prompt, request.tools)
+    if param is not None:
+        what = "tools" if param == "tools" else "tool_calls"
+        raise Unsupported(param, f"the chat template of {request.model} has no place for {what}")
 
 
 def _check_dial(request: Request) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import hashlib
 import logging
+import os
 import re
 import signal
 import socket
@@ -37,6 +38,7 @@ from kvlingo.serve.replies import Fault, TooLarge, TooSlow, WrongType, chat_shap
 from kvlingo.serve.schema import ChatBody, Common, CompletionBody, Order, Refused, described_neutral, order, read_body
 from kvlingo.serve.settings import LOOPBACK, Settings
 from kvlingo.serve.speaking import Reply, Setting, noted_fault
+from kvlingo.serve.tracing import Spans, open_spans
 
 PAGE = Path(__file__).parent / "page" / "index.html"
 LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
@@ -161,7 +163,7 @@ async def read_bytes(request: Request, limit: int) -> bytes:
 # --- the application -------------------------------------------------------------------------------------------------
 
 
-def create_app(engine: Engine, settings: Settings) -> FastAPI:
+def create_app(engine: Engine, settings: Settings, spans: Spans | None = None) -> FastAPI:
     """Return the application. Order of what surrounds the routes: log, then CORS (a preflight has no key), then keys."""
     gateway = Gateway(engine, settings)
     keys = Keys.read(settings.keys) if settings.keys else None
@@ -174,7 +176,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         middleware=[
-            Middleware(Door, figures=gateway.figures, routes=ROUTES),
+            Middleware(Door, figures=gateway.figures, routes=ROUTES, spans=spans),
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(settings.cors_origins),
@@ -310,10 +312,15 @@ def serve(settings: Settings, load: Callable[[], Engine]) -> None:
         raise BadInput("no model to serve; give at least one: --model NAME=MODEL")
     if settings.keys:
         Keys.read(settings.keys)
-    with listen(settings) as listener:
-        engine = load()
-        log_to_stderr()
-        make_server(engine, settings).run(sockets=[listener])
+    spans = open_spans(settings.otlp_endpoint, os.environ)
+    try:
+        with listen(settings) as listener:
+            engine = load()
+            log_to_stderr()
+            make_server(engine, settings, spans).run(sockets=[listener])
+    finally:
+        if spans is not None:
+            spans.close()
 
 
 class Server(uvicorn.Server):
@@ -358,9 +365,9 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
 
-def make_server(engine: Engine, settings: Settings) -> Server:
+def make_server(engine: Engine, settings: Settings, spans: Spans | None = None) -> Server:
     """Return a server that does not listen yet."""
-    app = create_app(engine, settings)
+    app = create_app(engine, settings, spans)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -386,9 +393,9 @@ def listen(settings: Settings) -> socket.socket:
 
 
 def log_to_stderr() -> None:
-    """Write the log, ours and uvicorn's, as lines of JSON to stderr."""
+    """Write the log, ours, uvicorn's and that of sending spans, as lines of JSON to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    for logger in (LOG, logging.getLogger("uvicorn")):
+    for logger in (LOG, logging.getLogger("uvicorn"), logging.getLogger("opentelemetry")):
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO)

@@ -11,13 +11,20 @@ from typing import Any, Literal, Protocol
 
 Mode = Literal["auto", "translate", "reprefill"]
 Message = Mapping[str, Any]
+Finish = Literal["stop", "length", "turn"]
+"""Why a model stops; "turn": another goes on with the same answer, which no client is told."""
 AUTO = "auto"
 """The model of a request that leaves it to a router who answers."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one choice is sampled. `top_logprobs` None: no log-probabilities; 0: those of the chosen tokens only."""
+    """How one choice is sampled.
+
+    Fields:
+        top_logprobs: None: no log-probabilities; 0: those of the chosen tokens only.
+        json_schema: what the answer must keep to, as JSON; None: nothing.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -30,6 +37,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    json_schema: str | None = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,14 @@ class Dial:
     mode: Mode = "auto"
     sink: int = 1
     tail: int = 1
+
+
+@dataclass(frozen=True)
+class Help:
+    """Single tokens from another model, `model`: those of which the one that answers has an entropy of `from_nats` or more."""
+
+    model: str
+    from_nats: float
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,7 @@ class Request:
     tenant: str = ""
     conversation: str | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
+    help: Help | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +97,7 @@ class Begun:
         hops: how often the least trusted span was translated.
         fallback: why nothing was translated although it was to be, or None.
         route: how this model was chosen; None where the request named it.
+        calls: whether the answer's text may hold calls of tools in a form that is known (`calls.py`).
     """
 
     model: str
@@ -91,6 +109,7 @@ class Begun:
     source: str | None
     fallback: str | None
     route: Route | None = None
+    calls: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,17 +132,39 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one of several models did for an answer.
+
+    Fields:
+        completion_tokens: of the answer, chosen by this model.
+        turns: how often it took over.
+        native_tokens, translated_tokens, recomputed_tokens: how it came to know the prompt and what the others said.
+        fallback: why nothing was translated although it was to be, or None.
+    """
+
+    model: str
+    completion_tokens: int = 0
+    turns: int = 0
+    native_tokens: int = 0
+    translated_tokens: int = 0
+    recomputed_tokens: int = 0
+    fallback: str | None = None
+
+
+@dataclass(frozen=True)
 class Done:
     """Told last.
 
     Fields:
         queue_ms: of the time to the first token, what passed before the model turned to the request.
+        parts: who did what, where several models said one answer.
     """
 
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Finish
     completion_tokens: int
     ttft_ms: float
     queue_ms: float = 0.0
+    parts: tuple[Part, ...] = ()
 
 
 Event = Begun | Piece | Done
@@ -185,6 +226,14 @@ class Unsupported(Exception):
     def __init__(self, param: str, reason: str = "the model that answers can't serve it") -> None:
         super().__init__(f"{param}: {reason}; leave it out")
         self.param = param
+
+
+class NoHelp(Exception):
+    """The model that was to help with single tokens can't read this; the other answers alone. Holds its name and why."""
+
+    def __init__(self, model: str, why: TooLong | Unsupported) -> None:
+        super().__init__(f"{model}: {why}")
+        self.model, self.why = model, why
 
 
 class Engine(Protocol):

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from kvlingo.errors import BadInput
+from kvlingo.serve.calls import Call, Calls, Said
 from kvlingo.serve.protocol import (
     Begun,
     Busy,
@@ -128,20 +129,40 @@ class Tally:
     begun: dict[int, Begun] = field(default_factory=dict)
     pieces: dict[int, list[Piece]] = field(default_factory=dict)
     done: dict[int, Done] = field(default_factory=dict)
+    said: dict[int, list[Said]] = field(default_factory=dict)
+    readers: dict[int, Calls] = field(default_factory=dict)
 
-    def take(self, index: int, event: Event) -> None:
-        """Take one event of a choice in."""
+    def take(self, index: int, event: Event) -> list[Said]:
+        """Take one event of a choice in; return the text and the calls of tools that are certain by it."""
+        found: list[Said] = []
         match event:
             case Begun():
                 self.begun[index] = event
+                if event.calls:
+                    self.readers[index] = Calls()
             case Piece():
                 self.pieces.setdefault(index, []).append(event)
+                reader = self.readers.get(index)
+                found = reader.add(event.text) if reader else [event.text] if event.text else []
             case Done():
                 self.done[index] = event
+                reader = self.readers.get(index)
+                found = reader.flush() if reader else []
+        self.said.setdefault(index, []).extend(found)
+        return found
 
     def text(self, index: int) -> str:
-        """Return what a choice has said."""
-        return "".join(piece.text for piece in self.pieces.get(index, ()))
+        """Return what a choice has said, calls of tools left out."""
+        return "".join(each for each in self.said.get(index, ()) if isinstance(each, str))
+
+    def calls(self, index: int) -> list[Call]:
+        """Return the tools that a choice has called."""
+        return [each for each in self.said.get(index, ()) if isinstance(each, Call)]
+
+    def finish(self, index: int) -> str:
+        """Return why a choice ended, as a client is told it."""
+        reason = self.done[index].finish_reason
+        return "tool_calls" if reason == "stop" and self.calls(index) else reason
 
     def tokens(self, index: int) -> list[TokenInfo]:
         """Return the tokens told of a choice."""
@@ -185,8 +206,14 @@ class Tally:
             "fallback": next((begun.fallback for begun in firsts if begun.fallback), None),
             "ttft_ms": round(min((done.ttft_ms for done in self.first_ends()), default=0.0), 3),
             "queue_ms": round(min((done.queue_ms for done in self.first_ends()), default=0.0), 3),
+            **self.parts(),
             **self.routes(),
         }
+
+    def parts(self) -> Json:
+        """Return what each model did for a choice that several said."""
+        parts = [{"index": index, **asdict(part)} for index, done in sorted(self.done.items()) for part in done.parts]
+        return {"parts": parts} if parts else {}
 
     def routes(self) -> Json:
         """Return why who answers which choice, where that was a router's to decide."""
@@ -222,7 +249,11 @@ class Shape:
         """Return the body of a chunk with text."""
         raise NotImplementedError
 
-    def said(self, text: str) -> Json:
+    def call(self, number: int, call: Call) -> Json:
+        """Return the body of a chunk with a call of a tool, the choice's `number`-th."""
+        raise NotImplementedError
+
+    def said(self, text: str, calls: Sequence[Call]) -> Json:
         """Return the body of a choice of a whole answer."""
         raise NotImplementedError
 
@@ -242,9 +273,15 @@ class ChatShape(Shape):
         """Return a delta; the last chunk's has no content."""
         return {"delta": {"content": text} if text else {}}
 
-    def said(self, text: str) -> Json:
-        """Return the message."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def call(self, number: int, call: Call) -> Json:
+        """Return a delta with a whole call."""
+        return {"delta": {"tool_calls": [{"index": number, **chat_call(call)}]}}
+
+    def said(self, text: str, calls: Sequence[Call]) -> Json:
+        """Return the message; one that only calls has no content."""
+        called = {"tool_calls": [chat_call(call) for call in calls]} if calls else {}
+        content = None if calls and not text else text
+        return {"message": {"role": "assistant", "content": content, "refusal": None, **called}}
 
     def logprobs(self, tokens: Sequence[TokenInfo], offset: int) -> Json:
         """Return one entry a token."""
@@ -262,8 +299,8 @@ class TextShape(Shape):
         """Return the text."""
         return {"text": text}
 
-    def said(self, text: str) -> Json:
-        """Return the text."""
+    def said(self, text: str, calls: Sequence[Call]) -> Json:
+        """Return the text; a text has no tools to call."""
         return {"text": text}
 
     def logprobs(self, tokens: Sequence[TokenInfo], offset: int) -> Json:
@@ -290,6 +327,11 @@ def text_shape() -> Shape:
     return TextShape(f"cmpl-{uuid.uuid4().hex}", int(time.time()), "text_completion", "text_completion")
 
 
+def chat_call(call: Call) -> Json:
+    """Return a call as a message has it."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
 def chat_logprob(token: TokenInfo) -> Json:
     """Return one token's entry."""
     top = [{"token": text, "logprob": finite(value), "bytes": bytes_of(text)} for text, value in token.top]
@@ -314,11 +356,11 @@ def whole(shape: Shape, tally: Tally, with_logprobs: bool) -> Json:
     choices = [
         {
             "index": index,
-            **shape.said(tally.text(index)),
+            **shape.said(tally.text(index), tally.calls(index)),
             "logprobs": shape.logprobs(tally.tokens(index), 0) if with_logprobs else None,
-            "finish_reason": done.finish_reason,
+            "finish_reason": tally.finish(index),
         }
-        for index, done in sorted(tally.done.items())
+        for index in sorted(tally.done)
     ]
     return {
         **shape.head(shape.whole_object, tally.model()),
@@ -339,20 +381,28 @@ class Chunks:
 
     def take(self, index: int, event: Event) -> Iterator[Json]:
         """Take an event in; yield the chunks that it makes."""
-        self.tally.take(index, event)
+        told = self.tally.take(index, event)
         match event:
             case Begun():
                 opening = self.shape.opening()
                 if opening is not None:
                     yield self.chunk(index, event.model, opening, None, None)
-            case Piece() if event.text or event.tokens:
-                yield self.chunk(
-                    index, self.model(index), self.shape.piece(event.text), self.logprobs(index, event), None
-                )
+            case Piece() if told or event.tokens:
+                yield from self.say(index, told or [""], self.logprobs(index, event))
             case Done():
-                yield self.last(index, event)
+                yield from self.say(index, told, None)
+                yield self.last(index)
                 if self.include_usage and len(self.tally.done) == self.lanes:
                     yield self.usage()
+
+    def say(self, index: int, told: Sequence[Said], logprobs: Json | None) -> Iterator[Json]:
+        """Yield one chunk for each text and each call; the first has the log-probabilities."""
+        before = len(self.tally.calls(index)) - sum(isinstance(each, Call) for each in told)
+        for each in told:
+            body = self.shape.call(before, each) if isinstance(each, Call) else self.shape.piece(each)
+            before += isinstance(each, Call)
+            yield self.chunk(index, self.model(index), body, logprobs, None)
+            logprobs = None
 
     def model(self, index: int) -> str:
         """Return the model that answers this choice."""
@@ -372,9 +422,9 @@ class Chunks:
         usage = {"usage": None} if self.include_usage else {}
         return {**self.shape.head(self.shape.chunk_object, model), "choices": [choice], **usage}
 
-    def last(self, index: int, done: Done) -> Json:
+    def last(self, index: int) -> Json:
         """Return a choice's last chunk."""
-        chunk = self.chunk(index, self.model(index), self.shape.piece(""), None, done.finish_reason)
+        chunk = self.chunk(index, self.model(index), self.shape.piece(""), None, self.tally.finish(index))
         return {**chunk, "kvlingo": self.tally.handover()} if len(self.tally.done) == self.lanes else chunk
 
     def usage(self) -> Json:

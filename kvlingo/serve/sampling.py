@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from torch import Tensor
 from kvlingo.errors import BadInput
 from kvlingo.generation import check_sampling, end_ids, seeded
 from kvlingo.models import LanguageModel
-from kvlingo.serve.protocol import Piece, Sampling, TokenInfo
+from kvlingo.serve.forms import Form
+from kvlingo.serve.protocol import Finish, Piece, Sampling, TokenInfo
 from kvlingo.spelling import spelling_of
 
 CPU = torch.device("cpu")
@@ -142,6 +143,104 @@ class _Told:
     stop: int
 
 
+class Picker:
+    """Chooses one model's tokens for one request.
+
+    Args:
+        generator: where a request's chance comes from; two models that answer together share one.
+        form: what the answer must keep to, or None.
+
+    Fields:
+        ends: the ids that end an answer.
+        said: how often each token was said, for the penalties.
+    """
+
+    def __init__(
+        self, lm: LanguageModel, sampling: Sampling, generator: torch.Generator, form: Form | None = None
+    ) -> None:
+        self.ends, self.said = end_ids(lm), Counter[int]()
+        self._sampling, self._generator, self._form = sampling, generator, form
+        self._tokenizer, self._known = lm.tokenizer, len(lm.tokenizer)
+
+    def readied(self, logits: Tensor) -> Tensor:
+        """Return logits [vocabulary] as all below take them: on the CPU, without tokens that the tokenizer does not know."""
+        logits = logits.to(CPU, torch.promote_types(logits.dtype, torch.float32)).clone()
+        logits[self._known :] = -torch.inf  # rows that only pad the embedding: the tokenizer has no token for them
+        return logits
+
+    def doubt_nats(self, logits: Tensor) -> float:
+        """Return the entropy of the next token after bias and penalties; temperature and cuts are no matter of doubt."""
+        return entropy_nats(adjust(logits, self._sampling, self.said))
+
+    def pick(self, logits: Tensor) -> int:
+        """Choose the next token, and count it."""
+        adjusted = adjust(logits, self._sampling, self.said)
+        if self._form is not None:
+            adjusted[: self._known].masked_fill_(~self._form.allowed(), -torch.inf)
+        if self._sampling.temperature == 0:
+            token = int(adjusted.argmax())
+        else:
+            token = int(torch.multinomial(distribution(adjusted, self._sampling), 1, generator=self._generator))
+        self.said[token] += 1
+        if self._form is not None:
+            self._form.take(token)
+        return token
+
+    def inform(self, logits: Tensor, token: int) -> TokenInfo | None:
+        """Say what the model thought of a token, before bias, penalties and temperature; None where nobody asked."""
+        if self._sampling.top_logprobs is None:
+            return None
+        logprobs = logits.log_softmax(-1)
+        count = min(self._sampling.top_logprobs, self._known)
+        values, tokens = logprobs.topk(count)
+        top = tuple((_text_of(self._tokenizer, i), v) for i, v in zip(tokens.tolist(), values.tolist(), strict=True))
+        spelled = spelling_of(self._tokenizer).spell([token])[0]
+        return TokenInfo(token, spelled.decode(errors="replace"), tuple(spelled), float(logprobs[token]), top)
+
+
+def entropy_nats(logits: Tensor) -> float:
+    """Return the entropy of softmax(logits [vocabulary]) in nats: -Σ p · ln p, never below 0."""
+    logprobs = logits.log_softmax(-1)
+    probabilities = logprobs.exp()
+    return max(0.0, -float((probabilities * logprobs.where(probabilities > 0, 0.0)).sum()))
+
+
+class Telling:
+    """What can be told of an answer's text by now: cut at a stop string, each token with the text that it added.
+
+    Fields:
+        stopped: whether a stop string has come.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = StopText(stop)
+        self._read, self._emitted = 0, 0
+        self._waiting: list[_Told] = []
+
+    @property
+    def stopped(self) -> bool:
+        """Tell whether a stop string has come."""
+        return self._stop.stopped
+
+    def tell(self, text: str, info: TokenInfo | None, *, last: bool) -> Piece:
+        """Take in the text that a token completed; return what can be told now, maybe nothing. `last`: no more comes."""
+        if info is not None:
+            self._waiting.append(_Told(info, self._read, self._read + len(text)))
+        self._read += len(text)
+        told = self._stop.add(text)
+        if last and not self.stopped:
+            told += self._stop.flush()
+        self._emitted += len(told)
+        if self.stopped:
+            ready = [t for t in self._waiting if t.start < self._emitted]
+        elif last:
+            ready = self._waiting
+        else:
+            ready = [t for t in self._waiting if t.stop <= self._emitted]
+        self._waiting = [] if last or self.stopped else self._waiting[len(ready) :]
+        return Piece(told, tuple(t.info for t in ready))
+
+
 class Speech:
     """What one request says: takes logits, chooses, and gives pieces of text until it is finished.
 
@@ -150,68 +249,32 @@ class Speech:
         finish_reason: None while it goes on.
     """
 
-    def __init__(self, lm: LanguageModel, sampling: Sampling) -> None:
+    def __init__(self, lm: LanguageModel, sampling: Sampling, form: Form | None = None) -> None:
         self.ids: list[int] = []
-        self.finish_reason: Literal["stop", "length"] | None = None
-        self._sampling, self._tokenizer = sampling, lm.tokenizer
-        self._ends, self._known = end_ids(lm), len(lm.tokenizer)
-        self._generator = seeded(CPU, sampling.seed)
-        self._said: Counter[int] = Counter()
+        self.finish_reason: Finish | None = None
+        self._sampling = sampling
+        self._picker = Picker(lm, sampling, seeded(CPU, sampling.seed), form)
         self._text = TextStream(lambda ids: str(lm.tokenizer.decode(ids, skip_special_tokens=True)))
-        self._stop = StopText(sampling.stop)
-        self._read, self._emitted = 0, 0
-        self._waiting: list[_Told] = []
+        self._telling = Telling(sampling.stop)
 
     def next(self, logits: Tensor) -> Piece:
         """Choose the next token from logits [vocabulary]; return what can be told now, maybe nothing."""
-        logits = logits.to(CPU, torch.promote_types(logits.dtype, torch.float32)).clone()
-        logits[self._known :] = -torch.inf  # rows that only pad the embedding: the tokenizer has no token for them
-        token = self._choose(logits)
+        logits = self._picker.readied(logits)
+        token = self._picker.pick(logits)
         self.ids.append(token)
-        self._said[token] += 1
-        ended = token in self._ends
+        ended = token in self._picker.ends
         text = "" if ended else self._text.add(token)
         if ended:
             self.finish_reason = "stop"
         elif len(self.ids) >= self._sampling.max_new_tokens:
             self.finish_reason = "length"
-        if self.finish_reason:
+        last = self.finish_reason is not None
+        if last:
             text += self._text.flush()
-        if self._sampling.top_logprobs is not None and not ended:
-            self._waiting.append(_Told(self._inform(logits, token), self._read, self._read + len(text)))
-        self._read += len(text)
-        return self._tell(text)
-
-    def _tell(self, text: str) -> Piece:
-        told = self._stop.add(text)
-        if self._stop.stopped:
+        piece = self._telling.tell(text, None if ended else self._picker.inform(logits, token), last=last)
+        if self._telling.stopped:
             self.finish_reason = "stop"
-        elif self.finish_reason:
-            told += self._stop.flush()
-        self._emitted += len(told)
-        if self._stop.stopped:
-            ready = [t for t in self._waiting if t.start < self._emitted]
-        elif self.finish_reason:
-            ready = self._waiting
-        else:
-            ready = [t for t in self._waiting if t.stop <= self._emitted]
-        self._waiting = [] if self.finish_reason else self._waiting[len(ready) :]
-        return Piece(told, tuple(t.info for t in ready))
-
-    def _choose(self, logits: Tensor) -> int:
-        adjusted = adjust(logits, self._sampling, self._said)
-        if self._sampling.temperature == 0:
-            return int(adjusted.argmax())
-        return int(torch.multinomial(distribution(adjusted, self._sampling), 1, generator=self._generator))
-
-    def _inform(self, logits: Tensor, token: int) -> TokenInfo:
-        """Say what the model thought of a token, before bias, penalties and temperature."""
-        logprobs = logits.log_softmax(-1)
-        count = min(self._sampling.top_logprobs or 0, self._known)
-        values, tokens = logprobs.topk(count)
-        top = tuple((_text_of(self._tokenizer, i), v) for i, v in zip(tokens.tolist(), values.tolist(), strict=True))
-        spelled = spelling_of(self._tokenizer).spell([token])[0]
-        return TokenInfo(token, spelled.decode(errors="replace"), tuple(spelled), float(logprobs[token]), top)
+        return piece
 
 
 def _text_of(tokenizer: Any, token: int) -> str:

@@ -138,6 +138,54 @@ def plain_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
+class FunctionDefinition(Strict):
+    """A function that may be called. `strict: true` would need its arguments to be forced: refused."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Strict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def plain(self) -> Message:
+        """Return the tool as chat templates take it."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
+class JsonSchema(Strict):
+    """A schema with a name. `strict` or not, the answer keeps to it."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    form: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """What an answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_with_its_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("type json_schema and json_schema go together")
+        return self
+
+    def schema_text(self) -> str | None:
+        """Return the schema as JSON; the order of its fields is that of the answer's."""
+        if self.type == "text":
+            return None
+        return json.dumps(self.json_schema.form if self.json_schema else {"type": "object"}, ensure_ascii=False)
+
+
 class StreamOptions(Strict):
     """What a stream tells beside the answer."""
 
@@ -198,6 +246,14 @@ class Common(Strict):
         """Return what is to be answered, each `n` times."""
         raise NotImplementedError
 
+    def shown_tools(self) -> tuple[Message, ...]:
+        """Return the tools that the model is to see."""
+        return ()
+
+    def form(self) -> str | None:
+        """Return the JSON schema that the answer must keep to, as JSON."""
+        return None
+
     def sampling(self, default_limit: int, choice: int) -> Sampling:
         """Return how one choice is sampled; with a seed, each choice has its own."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -213,6 +269,7 @@ class Common(Strict):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias={int(token): float(bias) for token, bias in self.logit_bias.items()},
+            json_schema=self.form(),
         )
 
 
@@ -223,6 +280,24 @@ class ChatBody(Common):
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto"] = "auto"
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat = ResponseFormat(type="text")
+
+    @model_validator(mode="after")
+    def _form_without_calls(self) -> ChatBody:
+        if self.shown_tools() and self.form() is not None:
+            raise Refused(
+                "response_format: an answer in a form can't call tools; leave one of them out", "response_format"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _several_calls(self) -> ChatBody:
+        if self.shown_tools() and not self.parallel_tool_calls:
+            raise Refused("parallel_tool_calls: no model can be kept to one call; leave it out", "parallel_tool_calls")
+        return self
 
     @model_validator(mode="after")
     def _top_with_logprobs(self) -> ChatBody:
@@ -237,6 +312,14 @@ class ChatBody(Common):
     def top(self) -> int | None:
         """Return the number asked for, 0 where only the chosen tokens' are."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def shown_tools(self) -> tuple[Message, ...]:
+        """Return the tools; with `tool_choice: none` the model does not see them."""
+        return tuple(tool.plain() for tool in self.tools) if self.tool_choice == "auto" else ()
+
+    def form(self) -> str | None:
+        """Return the schema."""
+        return self.response_format.schema_text()
 
     def prompts(self) -> list[str | tuple[Message, ...]]:
         """Return the one conversation."""
@@ -336,9 +419,10 @@ def order(body: Common, default_limit: int, *, room: int | None, tenant: str, co
     """Turn a body into requests. `room`: the tokens that the model reads and answers in all, if known."""
     limit = min(default_limit, room or default_limit)
     dial = Dial(body.kvlingo.mode, body.kvlingo.sink, body.kvlingo.tail)
+    tools = body.shown_tools()
     groups = tuple(
         tuple(
-            Request(body.model, prompt, body.sampling(limit, choice), dial, tenant, conversation)
+            Request(body.model, prompt, body.sampling(limit, choice), dial, tenant, conversation, tools)
             for choice in range(body.n)
         )
         for prompt in body.prompts()

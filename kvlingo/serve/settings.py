@@ -15,7 +15,7 @@ from typing import Any
 from kvlingo.errors import BadInput
 
 PREFIX = "KVLINGO_"
-ROUTERS = ("explicit", "threshold", "cascade", "learned")
+ROUTERS = ("explicit", "threshold", "cascade", "learned", "token")
 CACHE_DISK_BYTES = 8 << 30
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -44,6 +44,7 @@ class Settings:
         cors_origins: pages of other hosts that may call from a browser; those of this computer always may.
         drain_s: how long running answers may go on after SIGTERM.
         keepalive_s: silence in a stream after which a comment is sent.
+        otlp_endpoint: collector that takes a span for each request (OTLP over HTTP); None: as OpenTelemetry's variables say.
         stall_s: how long a client may leave a stream unread, and how long it may take to send a body.
     """
 
@@ -73,6 +74,7 @@ class Settings:
     drain_s: float = 30.0
     keepalive_s: float = 10.0
     stall_s: float = 60.0
+    otlp_endpoint: str | None = None
     dtype: str | None = None
     device: str | None = None
 
@@ -96,6 +98,8 @@ class Settings:
         for name in ("drain_s", "keepalive_s", "stall_s"):
             if not 0 < getattr(self, name) < 1e6:
                 raise BadInput(f"{name} is {getattr(self, name)}; give a number of seconds above 0")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise BadInput(f"otlp_endpoint is {self.otlp_endpoint!r}; give a URL like http://127.0.0.1:4318")
         if self.cache_disk_bytes is not None and self.cache_dir is None:
             raise BadInput("cache_disk_bytes is set and cache_dir is not; give --cache-dir DIR, or leave both out")
         if self.host not in LOOPBACK and self.keys is None and not self.anyone:
@@ -271,6 +275,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "drain_s": seconds,
     "keepalive_s": seconds,
     "stall_s": seconds,
+    "otlp_endpoint": text,
     "dtype": text,
     "device": text,
 }

@@ -7,8 +7,9 @@ reason is told. Does not know queues, sampling or HTTP. Nothing is kept here, so
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -22,7 +23,7 @@ from kvlingo.models import LanguageModel, prefill
 from kvlingo.plan import HandoffPlan, SpanKind, reprefill_plan
 from kvlingo.reading import Reading, first_tokens
 from kvlingo.serve.decoding import Started
-from kvlingo.serve.protocol import Begun, Dial, Message, Request
+from kvlingo.serve.protocol import Begun, Dial, Message, Mode, Request
 from kvlingo.serve.sessions import Match, Place, Sessions, Snapshot
 from kvlingo.serve.shelf import Shelf
 from kvlingo.translator import Translator
@@ -79,10 +80,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request as its target reads it."""
+    """A request as its target reads it. `others`: as models read it that have been asked for it too, by their names."""
 
     request: Request
     reading: Reading
+    others: Mapping[str, Reading] = field(default_factory=dict)
 
     @property
     def conversation(self) -> Conversation:
@@ -263,7 +265,7 @@ class Switch:
         if not self._sessions.holds(prompt.place(source.name)):
             return None
         try:
-            reading = _render(prompt.request, source.lm, add_generation_prompt=False)
+            reading = prompt.others.get(source.name) or _render(prompt.request, source.lm, add_generation_prompt=False)
         except KVLingoError:  # its template can't render what the target's can: it has not read this
             return None
         found = self._sessions.find(prompt.place(source.name), reading.ids)
@@ -278,6 +280,17 @@ class Switch:
             return None
         state = replace(best.snapshot.state, reading=first_tokens(reading, best.tokens))
         return Offer(link, source, best.snapshot, state, spared(best), tokens - tokens * best.tokens // len(reading))
+
+    def reads_up_to(self, mode: Mode, source: str, target: str) -> float:
+        """Return how many tokens a target reads without a thought of translating them from `source`."""
+        if mode == "translate":
+            return 0
+        rules = [
+            link.rule or self._rule
+            for link in self._links
+            if (link.source, link.target) == (source, target) and not link.refusal
+        ]
+        return rules[0].reprefill_up_to if rules and mode == "auto" else math.inf
 
     def _pays(self, offer: Offer, target: Side, tokens: int, native: int, dial: Dial) -> bool:
         rule = offer.link.rule or self._rule

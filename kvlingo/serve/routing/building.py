@@ -8,6 +8,7 @@ from kvlingo.serve.routing.choosing import Pair, Router
 from kvlingo.serve.routing.learned import Learned, load_router
 from kvlingo.serve.routing.rules import Rules
 from kvlingo.serve.routing.threshold import Threshold, ThresholdRule
+from kvlingo.serve.routing.token import Token, TokenRule
 from kvlingo.serve.settings import Settings
 
 
@@ -16,7 +17,7 @@ def build_router(settings: Settings, rules: Rules) -> Router | None:
 
     Raises `BadInput` for rules of a router that is not in use, `BadArtifact` for a learned one that is not to be trusted.
     """
-    for name in ("threshold", "cascade"):
+    for name in ("threshold", "cascade", "token"):
         if getattr(rules, name) is not None and name != settings.router:
             raise BadInput(f"{settings.rules} has rules for the router {name}, and the router is {settings.router}")
     pair = Pair(*settings.routed_models)
@@ -25,6 +26,8 @@ def build_router(settings: Settings, rules: Rules) -> Router | None:
             return Threshold(pair, rules.threshold or ThresholdRule())
         case "cascade":
             return Cascade(pair, rules.cascade or CascadeRule())
+        case "token":
+            return Token(pair, rules.token or TokenRule())
         case "learned":
             return learned(settings, pair)
     return None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvlingo.serve.protocol import Message
+from kvlingo.serve.protocol import Help, Message
 
 Prompt = str | Sequence[Message]
 
@@ -28,10 +28,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Choice:
-    """Who answers, and why in a few words. A reason holds numbers and names, never a word of the prompt."""
+    """Who answers, and why in a few words. A reason holds numbers and names, never a word of the prompt.
+
+    `help`: another model for single tokens of the answer; then both say it.
+    """
 
     model: str
     reason: str
+    help: Help | None = None
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,11 @@ from kvlingo.serve.routing.learning import router_of, shown
 from kvlingo.serve.routing.rows import digest, prompt_of, read_rows, see_no_other
 from kvlingo.serve.routing.rules import Rules, read_rules
 from kvlingo.serve.routing.threshold import Threshold, ThresholdRule
+from kvlingo.serve.routing.token import Token
 
 PAIR = Pair("small", "big")
 FIGURES = ("quality", "cost", "ms")
+MORE = {"small": ("mean_logprob",), "token": ("share_big",)}
 ROOM = 3
 
 
@@ -42,31 +44,46 @@ class Played:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Both models on one prompt. `cluster`: what is drawn together in the bootstrap. `heard`: None where it was not recorded."""
+    """Both models on one prompt. `cluster`: what is drawn together in the bootstrap. `heard`, `mixed`: None where not recorded.
+
+    mixed: what the router token did on it, and the share of tokens that came from the big model.
+    """
 
     prompt: Prompt
     cluster: str
     small: Played
     big: Played
     heard: Heard | None
+    mixed: tuple[Played, float] | None = None
 
 
 def recorded(values: dict[str, Any]) -> Recorded:
     """Read one row. Raises `ValueError`."""
-    see_no_other(values, {"prompt", "messages", "cluster", "small", "big"})
+    see_no_other(values, {"prompt", "messages", "cluster", "small", "big", "token"})
     prompt = prompt_of(values)
     cluster = values.get("cluster", digest(prompt))
     if not isinstance(cluster, str):
         raise ValueError("cluster is not a text")
     small, big = (values.get(name) for name in ("small", "big"))
-    return Recorded(prompt, cluster, played(small, "small"), played(big, "big"), heard(small or {}))
+    return Recorded(prompt, cluster, played(small, "small"), played(big, "big"), heard(small or {}), mixed(values))
+
+
+def mixed(values: dict[str, Any]) -> tuple[Played, float] | None:
+    """Read what the router token did: two models' single answers don't tell what they say together."""
+    if "token" not in values:
+        return None
+    done = played(values["token"], "token")
+    share = number(values["token"].get("share_big"), "token.share_big")
+    if share > 1:
+        raise ValueError("token.share_big is above 1")
+    return done, share
 
 
 def played(values: Any, who: str) -> Played:
     """Read what one model did."""
     if not isinstance(values, dict):
         raise ValueError(f"{who} is missing; give its quality, cost and ms")
-    see_no_other(values, {*FIGURES, *(["mean_logprob"] if who == "small" else [])}, f" in {who}")
+    see_no_other(values, {*FIGURES, *MORE.get(who, ())}, f" in {who}")
     found = Played(*(number(values.get(name), f"{who}.{name}") for name in FIGURES))
     if found.quality > 1:
         raise ValueError(f"{who}.quality is above 1")
@@ -104,6 +121,12 @@ def compare_file(file: Path, *, rules: Path | None, learned: Path | None, seed: 
         notes.append("cascade is left out: not every row has small.mean_logprob")
     else:
         routers.append(Cascade(PAIR, limits.cascade or CascadeRule()))
+    if limits.token:
+        raise BadInput(f"{rules} has a limit of the router token; what it did is recorded, not replayed: leave it out")
+    if all(row.mixed for row in rows):
+        routers.append(Token(PAIR))
+    elif any(row.mixed for row in rows):
+        notes.append("token is left out: not every row has what it did")
     if learned:
         saved = load_router(learned)
         see_unseen(rows, saved.seen, learned)
@@ -122,12 +145,16 @@ def see_unseen(rows: Sequence[Recorded], seen: Sequence[str], folder: Path) -> N
 # --- replaying -------------------------------------------------------------------------------------------------------
 
 
-def replay(router: Router, row: Recorded) -> tuple[Played, bool]:
-    """Return what would have come of a router's decisions, and whether the big model answered.
+def replay(router: Router, row: Recorded) -> tuple[Played, float]:
+    """Return what would have come of a router's decisions, and the share of the answer that the big model gave.
 
     Where the other model takes over from one that was heard, both are paid and waited for.
     """
-    first = router.choose(row.prompt).model
+    choice = router.choose(row.prompt)
+    first = choice.model
+    if choice.help is not None:
+        assert row.mixed is not None
+        return row.mixed
     done = {router.pair.small: row.small, router.pair.big: row.big}
     last = first
     if router.listens:
@@ -136,7 +163,7 @@ def replay(router: Router, row: Recorded) -> tuple[Played, bool]:
     final, before = done[last], done[first]
     if last != first:
         final = Played(final.quality, final.cost + before.cost, final.ms + before.ms)
-    return final, last == router.pair.big
+    return final, float(last == router.pair.big)
 
 
 def compare(rows: Sequence[Recorded], routers: Sequence[Router], *, seed: int = 0) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from kvlingo.serve.protocol import (
     Engine,
     Event,
     ModelInfo,
+    NoHelp,
     Piece,
     Request,
     Route,
@@ -72,7 +73,8 @@ class Asked:
     def told(self, event: Event, choice: Choice, began: float, discarded: int) -> Event:
         """Return an event of the model that answers as the asker is told it: with the reason, and all the time that passed."""
         if isinstance(event, Begun):
-            return replace(event, route=Route(self.request.model, self.router, choice.reason, discarded))
+            model = self.request.model if choice.help else event.model  # what two models say is neither's alone
+            return replace(event, model=model, route=Route(self.request.model, self.router, choice.reason, discarded))
         if isinstance(event, Done):
             return replace(event, ttft_ms=event.ttft_ms + 1e3 * (began - self.at))
         return event
@@ -140,6 +142,8 @@ class RoutedEngine:
                     began = True
                     yield event
             return
+        except NoHelp as error:
+            other = Choice(choice.model, f"{choice.reason}, but {self._cant(error.model, error.why)}")
         except CANT as error:
             if began or not self._has_more_room(choice.model, error):
                 raise
@@ -182,7 +186,8 @@ class RoutedEngine:
     async def _say(self, asked: Asked, choice: Choice, discarded: int = 0) -> AsyncGenerator[Event, None]:
         """Let one model answer, event by event."""
         began = time.perf_counter()
-        async with aclosing(self._pass_on(replace(asked.request, model=choice.model))) as events:
+        request = replace(asked.request, model=choice.model, help=choice.help)
+        async with aclosing(self._pass_on(request)) as events:
             async for event in events:
                 yield asked.told(event, choice, began, discarded)
 

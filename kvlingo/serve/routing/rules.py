@@ -17,6 +17,7 @@ from kvlingo.cost import MapRates, Rates, ReadingRates
 from kvlingo.errors import BadInput
 from kvlingo.serve.routing.cascade import CascadeRule
 from kvlingo.serve.routing.threshold import ThresholdRule
+from kvlingo.serve.routing.token import TokenRule
 
 NEVER = 2**31 - 1
 """A length that no conversation has: from there on translating always pays, so it never does without the cost model."""
@@ -60,6 +61,7 @@ class Rules:
     switches: tuple[Calibrated, ...] = ()
     threshold: ThresholdRule | None = None
     cascade: CascadeRule | None = None
+    token: TokenRule | None = None
 
 
 def read_rules(file: Path) -> Rules:
@@ -70,9 +72,9 @@ def read_rules(file: Path) -> Rules:
         raise BadInput(f"can't read the rules in {file}: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise BadInput(f"{file} is not TOML: {error}") from error
-    unknown = sorted(set(table) - {"switch", "threshold", "cascade"})
+    unknown = sorted(set(table) - {"switch", "threshold", "cascade", "token"})
     if unknown:
-        raise BadInput(f"{file} has {unknown[0]!r}; there are: [[switch]], [threshold], [cascade]")
+        raise BadInput(f"{file} has {unknown[0]!r}; there are: [[switch]], [threshold], [cascade], [token]")
     try:
         switches = table.get("switch", [])
         if not isinstance(switches, list):
@@ -81,6 +83,7 @@ def read_rules(file: Path) -> Rules:
             tuple(calibrated(each) for each in switches),
             threshold(table["threshold"]) if "threshold" in table else None,
             cascade(table["cascade"]) if "cascade" in table else None,
+            token(table["token"]) if "token" in table else None,
         )
     except ValueError as error:
         raise BadInput(f"{file}: {error}") from error
@@ -97,6 +100,11 @@ def threshold(table: Any) -> ThresholdRule:
 def cascade(table: Any) -> CascadeRule:
     """Read [cascade]."""
     return CascadeRule(**values(table, "cascade", {"escalate_below": not_positive}))
+
+
+def token(table: Any) -> TokenRule:
+    """Read [token]."""
+    return TokenRule(**values(table, "token", {"from_nats": entropy}))
 
 
 def calibrated(table: Any) -> Calibrated:
@@ -150,6 +158,13 @@ def not_positive(value: Any) -> float:
     """Take a log-probability."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e6 < value <= 0:
         raise ValueError("give a log-probability, 0 or less")
+    return float(value)
+
+
+def entropy(value: Any) -> float:
+    """Take an entropy; infinity is one that no model reaches."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ValueError("give an entropy in nats, 0 or more (inf: never)")
     return float(value)
 
 
