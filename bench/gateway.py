@@ -27,7 +27,8 @@ import httpx
 from bench.corpora import held_out_and_training
 from kvlingo.assets import fetch_demo_models
 from kvlingo.environment import environment_card
-from kvlingo.models import LanguageModel, default_cache_dir, load_model
+from kvlingo.language_model import LanguageModel
+from kvlingo.models import default_cache_dir, load_model
 from kvlingo.serve import loading
 from kvlingo.serve.engine import Limits, LocalEngine
 from kvlingo.serve.gateway import listen, make_server

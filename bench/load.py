@@ -37,7 +37,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.talks import ANSWER_TOKENS, SECONDS, EngineAsker, HttpAsker, Message, Talk, Told, converse_all, write_talks
 from kvlingo.environment import environment_card
-from kvlingo.models import LanguageModel
+from kvlingo.language_model import LanguageModel
 from kvlingo.serve.settings import Settings
 from tests.fake_engine import serving
 from tests.serving import cold_ids, letters_model, twin_engine

@@ -29,7 +29,8 @@ from kvlingo.collecting import load_statistics
 from kvlingo.distillation import DistillOptions, distill
 from kvlingo.evaluation import Controls, EvaluationOptions, evaluate
 from kvlingo.fitting import Fit, control, fit
-from kvlingo.models import LanguageModel, default_cache_dir, load_model
+from kvlingo.language_model import LanguageModel
+from kvlingo.models import default_cache_dir, load_model
 from kvlingo.shapes import FitOptions, base_config, source_free, text_free
 from kvlingo.sheets import print_report
 from kvlingo.store import Manifest, ModelCard, load_translator, save_translator

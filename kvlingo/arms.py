@@ -26,7 +26,7 @@ from kvlingo.handoff import (
     hand_off,
     read_conversation,
 )
-from kvlingo.models import LanguageModel, Prefill, prefill
+from kvlingo.language_model import LanguageModel, Prefill, prefill
 from kvlingo.plan import plan_handoff, reprefill_plan
 from kvlingo.reading import Reading, first_tokens
 from kvlingo.timing import cut

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvlingo.cache import KV, full_cache, native_cache, read_cache, write_rows
 from kvlingo.errors import BadInput, UnsupportedCache
-from kvlingo.models import LanguageModel, cache_devices, read
+from kvlingo.language_model import LanguageModel, cache_devices, read
 from kvlingo.probing import decoder_of, run
 
 FILLER = 0  # any token of the vocabulary: nothing attends to it

@@ -38,8 +38,8 @@ from kvlingo.errors import BadInput
 from kvlingo.forecast import Forecast, Work
 from kvlingo.handoff import refuse_changed_angles
 from kvlingo.jobs import Where, gather, load_pair
+from kvlingo.language_model import LanguageModel
 from kvlingo.manifest import WeightsCard
-from kvlingo.models import LanguageModel
 from kvlingo.plots import draw_times, empty_figure
 from kvlingo.public_shapes import (
     MapShape,

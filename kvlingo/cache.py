@@ -171,7 +171,7 @@ def read_cache(
         if lost > start and not (partial and lost <= shape.first_held(stop)):
             raise UnsupportedCache(
                 f"layer {index} of the cache holds {tokens - lost} of {tokens} tokens, the others slid out of its window; "
-                "re-prefill, or let the source read into a full-length cache (kvlingo.models.prefill does)"
+                "re-prefill, or let the source read into a full-length cache (kvlingo.language_model.prefill does)"
             )
         wanted = start if first_wanted is None else max(start, first_wanted[index])
         first = min(max(wanted, lost), stop)

@@ -28,7 +28,7 @@ from kvlingo.cost import (
     moved_bytes,
     weight_bytes,
 )
-from kvlingo.models import LanguageModel, decoder_layers, first_layers
+from kvlingo.language_model import LanguageModel, decoder_layers, first_layers
 from kvlingo.probing import decoder_of, run
 from kvlingo.timing import timed_ms
 from kvlingo.translator import Translator

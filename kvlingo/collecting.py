@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvlingo.corpus import Example, examples, require_examples
-from kvlingo.models import LanguageModel, read
+from kvlingo.language_model import LanguageModel, read
 from kvlingo.shapes import FitOptions, base_config, candidate_blocks, feature_names
 from kvlingo.stats import GramStats, load_tensors, save_tensors
 from kvlingo.texts import Document

@@ -27,7 +27,8 @@ from kvlingo.fitting import control, fit
 from kvlingo.generation import generate
 from kvlingo.handoff import HandOff, Message, ModelState, hand_off, read_conversation
 from kvlingo.jobs import count_weights, save_curve
-from kvlingo.models import LanguageModel, convert_gguf, default_cache_dir, load_model, prefill, quiet_loading
+from kvlingo.language_model import LanguageModel, prefill
+from kvlingo.models import convert_gguf, default_cache_dir, load_model, quiet_loading
 from kvlingo.plan import reprefill_plan
 from kvlingo.progress import progress_bar
 from kvlingo.report import Report

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from kvlingo.corpus import Example, random_examples
 from kvlingo.errors import BadInput
 from kvlingo.judging import native_logits, translated_logits
+from kvlingo.language_model import LanguageModel, read
 from kvlingo.metrics import kl_nats
-from kvlingo.models import LanguageModel, read
 from kvlingo.objective import example_loss, small_vocabulary
 from kvlingo.stats import GramStats, load_tensors, save_tensors
 from kvlingo.texts import Document

@@ -22,8 +22,8 @@ from kvlingo.corpus import Example, examples, require_examples
 from kvlingo.environment import environment_card
 from kvlingo.errors import BadInput
 from kvlingo.handoff import assemble, continuation_logits, target_cache
+from kvlingo.language_model import LanguageModel, native_layers, prefill, read
 from kvlingo.metrics import ArmScores, DocumentScores, kl_nats, nll_nats, top1_agreement
-from kvlingo.models import LanguageModel, native_layers, prefill, read
 from kvlingo.plan import HandoffPlan, plan_handoff
 from kvlingo.reading import read_text
 from kvlingo.report import Report

@@ -14,7 +14,9 @@ import torch
 from kvlingo.alignment import TokenizerRelation, tokenizer_relation
 from kvlingo.cost import TargetCost, break_even_tokens, handoff_flops, pass_flops
 from kvlingo.errors import UnsupportedModel
-from kvlingo.models import LanguageModel, Outline, outline, quiet_loading
+from kvlingo.language_model import LanguageModel
+from kvlingo.models import quiet_loading
+from kvlingo.outline import Outline, outline
 from kvlingo.shapes import FitOptions, base_config, choose_map
 from kvlingo.store import read_manifest
 from kvlingo.traffic import Accelerator, Target, Traffic, estimate

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvlingo.collecting import Collector, Progress
 from kvlingo.errors import UnsupportedModel
 from kvlingo.judging import held_out_examples, held_out_kl
-from kvlingo.models import LanguageModel
+from kvlingo.language_model import LanguageModel
 from kvlingo.pairing import window
 from kvlingo.ridge import choose_damping, factor, require_enough, solve
 from kvlingo.shapes import FitOptions, base_config, candidate_centres, norm_choices, with_layers

@@ -18,7 +18,7 @@ from kvlingo.alignment import align
 from kvlingo.batches import prefill_batch, side_by_side
 from kvlingo.cache import KV, concat, read_cache, take_row, write_cache
 from kvlingo.errors import BadInput, UnsupportedCache
-from kvlingo.models import LanguageModel, cache_devices, native_layers, prefill, read, read_sinks
+from kvlingo.language_model import LanguageModel, cache_devices, native_layers, prefill, read, read_sinks
 from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan
 from kvlingo.reading import Reading, read_chat, read_text
 from kvlingo.translator import Translator, check_geometry, embedded, first_read

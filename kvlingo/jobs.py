@@ -23,8 +23,9 @@ from kvlingo.facts import BYTES, size_of
 from kvlingo.files import write_file
 from kvlingo.fitting import Fit, control, fit
 from kvlingo.judging import held_out_examples, held_out_kl
+from kvlingo.language_model import LanguageModel
 from kvlingo.manifest import Manifest, StorageType
-from kvlingo.models import LanguageModel, load_model, quiet_loading
+from kvlingo.models import load_model, quiet_loading
 from kvlingo.plots import draw_curve
 from kvlingo.progress import progress_bar
 from kvlingo.shapes import FitOptions, base_config, choose_map, options_from_json, source_free, text_free

@@ -13,8 +13,8 @@ from torch import Tensor
 from kvlingo.cache import KV
 from kvlingo.corpus import Example, examples
 from kvlingo.handoff import assemble, continuation_logits
+from kvlingo.language_model import LanguageModel, read
 from kvlingo.metrics import kl_nats
-from kvlingo.models import LanguageModel, read
 from kvlingo.plan import HandoffPlan, plan_handoff
 from kvlingo.shapes import FitOptions
 from kvlingo.texts import Document

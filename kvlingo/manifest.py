@@ -20,7 +20,7 @@ from kvlingo.geometry import Geometry
 from kvlingo.translator import TranslatorConfig, check_geometry
 
 if TYPE_CHECKING:
-    from kvlingo.models import LanguageModel
+    from kvlingo.language_model import LanguageModel
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "translator.json"

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvlingo.corpus import Example
 from kvlingo.judging import native_logits, translated_logits
+from kvlingo.language_model import LanguageModel, read, with_vocabulary
 from kvlingo.metrics import kl_nats, masked_mean, nll_nats
-from kvlingo.models import LanguageModel, read, with_vocabulary
 from kvlingo.texts import Document
 from kvlingo.translator import Translator
 

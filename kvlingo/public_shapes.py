@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlingo.errors import BadInput
-from kvlingo.models import LanguageModel, Outline, _device, _dtype, outline, quiet_loading, wrap
+from kvlingo.language_model import LanguageModel
+from kvlingo.models import chosen_device, chosen_dtype, quiet_loading, wrap
+from kvlingo.outline import Outline, outline
 from kvlingo.shapes import FitOptions, base_config
 from kvlingo.translator import LayerMap, Translator, TranslatorConfig
 
@@ -125,8 +127,8 @@ def shape_outline(name: str, config: dict[str, Any]) -> Outline:
 
 def place_of(device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:
     """Return where and in which type a model of these options would be loaded."""
-    found = _device(device)
-    return found, _dtype(dtype, found)
+    found = chosen_device(device)
+    return found, chosen_dtype(dtype, found)
 
 
 def shape_config(name: str) -> dict[str, Any]:

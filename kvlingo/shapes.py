@@ -11,7 +11,7 @@ from typing import Any
 
 from kvlingo.errors import BadInput
 from kvlingo.geometry import Geometry
-from kvlingo.models import LanguageModel
+from kvlingo.language_model import LanguageModel
 from kvlingo.pairing import proportional, window
 from kvlingo.ridge import DAMPINGS
 from kvlingo.translator import MAP_KINDS, MapKind, TranslatorConfig, embedding_block, source_block

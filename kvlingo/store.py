@@ -50,7 +50,7 @@ from kvlingo.readme import model_card
 from kvlingo.translator import Translator
 
 if TYPE_CHECKING:
-    from kvlingo.models import LanguageModel
+    from kvlingo.language_model import LanguageModel
 
 __all__ = [
     "Manifest",

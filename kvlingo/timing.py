@@ -18,7 +18,7 @@ import torch
 
 from kvlingo.errors import BadInput
 from kvlingo.handoff import Conversation, ModelState, hand_off, read_conversation, read_native
-from kvlingo.models import LanguageModel, prefill
+from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.texts import Document
 from kvlingo.translator import Translator
 

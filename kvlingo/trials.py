@@ -17,8 +17,8 @@ from kvlingo.evaluation import Controls, EvaluationOptions, evaluate
 from kvlingo.generation import generate
 from kvlingo.handoff import HandOff, hand_off, read_native, refuse_changed_angles
 from kvlingo.jobs import Say, Where, gather, load_pair
+from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.manifest import Manifest
-from kvlingo.models import LanguageModel, prefill
 from kvlingo.progress import progress_bar
 from kvlingo.reading import read_more
 from kvlingo.report import Report

@@ -23,8 +23,8 @@ from typing import Any
 
 from kvlingo.errors import BadInput
 from kvlingo.files import replace_folder, write_file
+from kvlingo.language_model import LanguageModel
 from kvlingo.manifest import Manifest, ModelCard, StorageType
-from kvlingo.models import LanguageModel
 from kvlingo.store import ARTIFACT_FILES, load_translator, read_manifest, refuse_to_replace, save_translator
 from kvlingo.texts import Document, Split, split_documents
 from kvlingo.translator import Translator

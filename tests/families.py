@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from kvlingo.models import LanguageModel, prefill, wrap
+from kvlingo.language_model import LanguageModel, prefill
+from kvlingo.models import wrap
 from tests import tiny
 
 Expectation = Literal["exact", "source only", "refused"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvlingo.batches import Batch, join, prefill_batch, read_batch
 from kvlingo.cache import KV
-from kvlingo.models import LanguageModel
+from kvlingo.language_model import LanguageModel
 from tests import tiny
 
 Change = Callable[[KV], KV]

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from kvlingo.handoff import read_conversation
-from kvlingo.models import LanguageModel, prefill, wrap
+from kvlingo.language_model import LanguageModel, prefill
+from kvlingo.models import wrap
 from kvlingo.serve.disk import Disk
 from kvlingo.serve.engine import Limits, LocalEngine
 from kvlingo.serve.protocol import Begun, Dial, Done, Message, Piece, Request, Sampling

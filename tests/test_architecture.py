@@ -16,8 +16,9 @@ PACKAGE = REPO / "kvlingo"
 ORDER = re.findall(
     r"\w+",
     """
-    errors files gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck models batches
-    pairing plan cost forecast traffic texts stats ridge translator corpus metrics handoff generation timing calibration arms
+    errors files gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck
+    fingerprints language_model models outline batches pairing plan cost forecast traffic texts stats ridge translator
+    corpus metrics handoff generation timing calibration arms
     shapes public_shapes collecting judging fitting whitening objective distillation environment report evaluation manifest
     readme store workplace assets plots progress facts jobs trials benchmark sheets demo cli
     """,
@@ -48,7 +49,7 @@ EXTRAS = {"llguidance": "forms", "opentelemetry": "tracing"}
 
 # Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen
 # through these. The last one makes models from configs, with random weights, to be timed.
-MAY_IMPORT_TRANSFORMERS = {"cache", "models", "public_shapes"}
+MAY_IMPORT_TRANSFORMERS = {"cache", "models", "outline", "public_shapes"}
 
 HEAVY = (
     "torch",

@@ -19,7 +19,7 @@ from kvlingo.corpus import examples
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.generation import generate, generate_batch, grown
 from kvlingo.handoff import ModelState, hand_off, hand_off_batch, read_native_batch
-from kvlingo.models import LanguageModel, prefill, read
+from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.shapes import FitOptions, base_config
 from kvlingo.translator import identity_translator
 from tests import tiny

@@ -31,8 +31,8 @@ from kvlingo.cost import mapped_flops, pass_flops
 from kvlingo.environment import available_bytes, available_to_container, memory_bytes
 from kvlingo.errors import BadInput
 from kvlingo.jobs import Where
+from kvlingo.language_model import LanguageModel
 from kvlingo.manifest import Manifest, card_of
-from kvlingo.models import LanguageModel
 from kvlingo.public_shapes import (
     PUBLIC_SHAPES,
     SHAPE_MAPS,
@@ -141,7 +141,7 @@ def test_a_filled_cache_is_as_large_as_one_that_was_read(family: str) -> None:
     ids = tiny.ids_of(lm, 30)
     for full_length in (True, False):
         filled = filled_cache(lm, 30, full_length=full_length)
-        from kvlingo.models import prefill
+        from kvlingo.language_model import prefill
 
         own = prefill(lm, ids, full_length=full_length).cache
         assert filled.get_seq_length() == own.get_seq_length() == 30

@@ -25,7 +25,7 @@ from kvlingo.cache import (
 )
 from kvlingo.errors import UnsupportedCache
 from kvlingo.handoff import hand_off, read_native
-from kvlingo.models import LanguageModel, prefill, read
+from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.translator import identity_translator
 from tests import tiny
 

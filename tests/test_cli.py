@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import T5Config
 
 from kvlingo import cli
-from kvlingo.models import LanguageModel
+from kvlingo.language_model import LanguageModel
 from kvlingo.store import load_translator
 from kvlingo.workplace import TextsSeen, digest, fair_to_judge_on
 from tests import tiny

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from kvlingo.cache import KV
+from kvlingo.fingerprints import fingerprint
 from kvlingo.handoff import hand_off, target_cache
-from kvlingo.models import LanguageModel, fingerprint, layer_devices, prefill, read
+from kvlingo.language_model import LanguageModel, layer_devices, prefill, read
 from kvlingo.translator import Translator, TranslatorConfig, identity_translator
 from tests import tiny
 

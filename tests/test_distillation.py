@@ -27,7 +27,8 @@ from kvlingo.distillation import (
 from kvlingo.errors import BadInput
 from kvlingo.fitting import Fit, fit
 from kvlingo.handoff import continuation_logits
-from kvlingo.models import LanguageModel, read, wrap
+from kvlingo.language_model import LanguageModel, read
+from kvlingo.models import wrap
 from kvlingo.objective import example_loss, small_vocabulary
 from kvlingo.shapes import FitOptions
 from kvlingo.texts import Document

@@ -28,7 +28,8 @@ from kvlingo.evaluation import (
 )
 from kvlingo.fitting import Fit, control, fit
 from kvlingo.handoff import assemble, continuation_logits
-from kvlingo.models import LanguageModel, read, wrap
+from kvlingo.language_model import LanguageModel, read
+from kvlingo.models import wrap
 from kvlingo.report import Report
 from kvlingo.shapes import FitOptions, source_free, text_free
 from kvlingo.texts import Document

@@ -16,7 +16,9 @@ from kvlingo.fitting import fit
 from kvlingo.generation import generate, generate_batch
 from kvlingo.geometry import LayerRope
 from kvlingo.handoff import hand_off, hand_off_batch, read_native, read_native_batch
-from kvlingo.models import load_model, outline, prefill, read, wrap
+from kvlingo.language_model import prefill, read
+from kvlingo.models import load_model, wrap
+from kvlingo.outline import outline
 from kvlingo.plan import Provenance, SpanKind
 from kvlingo.reading import read_more
 from kvlingo.shapes import FitOptions

@@ -21,7 +21,7 @@ from kvlingo.errors import BadInput, IncompatiblePair
 from kvlingo.fitting import Fit, control, fit
 from kvlingo.jobs import check_pair
 from kvlingo.judging import held_out_kl
-from kvlingo.models import read
+from kvlingo.language_model import read
 from kvlingo.shapes import FitOptions, base_config, candidate_centres, source_free, text_free
 from kvlingo.stats import GramStats
 from kvlingo.texts import Document

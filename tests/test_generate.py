@@ -11,7 +11,7 @@ from torch import Tensor
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.generation import generate_arguments
 from kvlingo.handoff import HandOff, ModelState, hand_off, read_native
-from kvlingo.models import LanguageModel, prefill
+from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import reprefill_plan
 from kvlingo.probing import cache_argument
 from kvlingo.translator import identity_translator

@@ -10,11 +10,11 @@ import pytest
 from gguf import GGUFReader, GGUFWriter
 from transformers import AutoConfig
 
-import kvlingo.models as models_module
+import kvlingo.outline as outline_module
 from kvlingo.errors import BadInput
 from kvlingo.facts import relation_of
 from kvlingo.gguf_header import TOKENS, read_gguf_header
-from kvlingo.models import outline
+from kvlingo.outline import outline
 from tests import tiny
 
 WORDS = 5000  # more than what counts as a long array
@@ -90,7 +90,7 @@ def test_an_outline_of_a_gguf_file_does_not_read_its_vocabulary_twice(
     def slow(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("the tokenizer was built")
 
-    monkeypatch.setattr(models_module.AutoTokenizer, "from_pretrained", slow)
+    monkeypatch.setattr(outline_module.AutoTokenizer, "from_pretrained", slow)
     found = outline(file)
     assert found.geometry.vocab_size == WORDS
     assert [(x.kv_heads, x.key_dim) for x in found.geometry.layers] == [(2, 8)] * 3

@@ -13,7 +13,7 @@ import kvlingo.handoff as handoff_module
 from kvlingo.errors import BadInput, IncompatiblePair, UnsupportedCache
 from kvlingo.generation import generate, grown
 from kvlingo.handoff import HandOff, ModelState, common_prefix, hand_off, read_native
-from kvlingo.models import LanguageModel, prefill
+from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import Provenance, SpanKind, reprefill_plan
 from kvlingo.translator import Translator, TranslatorConfig, identity_translator
 from tests import tiny

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvlingo.cache import KV, write_cache
 from kvlingo.generation import generate
 from kvlingo.handoff import ModelState, assemble, continuation_logits, hand_off, read_conversation, read_native
-from kvlingo.models import LanguageModel, first_layers, native_layers, prefill, read, read_sinks
+from kvlingo.language_model import LanguageModel, first_layers, native_layers, prefill, read, read_sinks
 from kvlingo.plan import plan_handoff
 from kvlingo.rope import Rotary
 from kvlingo.translator import Translator, identity_translator

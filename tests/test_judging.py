@@ -10,7 +10,7 @@ import torch
 from kvlingo.corpus import Example
 from kvlingo.evaluation import EvaluationOptions, attention_cosine
 from kvlingo.judging import held_out_examples, held_out_kl
-from kvlingo.models import LanguageModel, read
+from kvlingo.language_model import LanguageModel, read
 from kvlingo.shapes import FitOptions
 from kvlingo.translator import LayerMap, Translator, identity_translator
 from tests import tiny

@@ -22,18 +22,11 @@ from transformers import (
 )
 
 from kvlingo.errors import BadInput, KVLingoError, MissingExtra, UnsupportedModel
+from kvlingo.fingerprints import fingerprint
 from kvlingo.geometry import Geometry, LayerRope
-from kvlingo.models import (
-    LOADER_NOTE,
-    LanguageModel,
-    convert_gguf,
-    fingerprint,
-    load_model,
-    outline,
-    prefill,
-    read,
-    wrap,
-)
+from kvlingo.language_model import LanguageModel, prefill, read
+from kvlingo.models import LOADER_NOTE, convert_gguf, load_model, wrap
+from kvlingo.outline import outline
 from kvlingo.probing import probe_geometry
 from tests import tiny
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvlingo.cache import full_cache, owning_layers, write_cache
 from kvlingo.errors import UnsupportedModel
-from kvlingo.models import LanguageModel, prefill, read, wrap
+from kvlingo.language_model import LanguageModel, prefill, read
+from kvlingo.models import wrap
 from kvlingo.probing import run
 from kvlingo.rope import Rotary
 from tests import families, tiny

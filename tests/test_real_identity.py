@@ -17,7 +17,8 @@ from kvlingo.cache import write_cache
 from kvlingo.errors import KVLingoError, UnsupportedModel
 from kvlingo.fitting import fit
 from kvlingo.handoff import hand_off
-from kvlingo.models import LanguageModel, convert_gguf, default_cache_dir, load_model, prefill, read, wrap
+from kvlingo.language_model import LanguageModel, prefill, read
+from kvlingo.models import convert_gguf, default_cache_dir, load_model, wrap
 from kvlingo.shapes import FitOptions
 from kvlingo.texts import default_documents
 from kvlingo.translator import identity_translator

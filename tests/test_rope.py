@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvlingo.geometry import LayerRope, RopeLayout
-from kvlingo.models import LanguageModel, prefill
+from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.rope import Rotary, join_planes, split_planes
 from tests import tiny
 

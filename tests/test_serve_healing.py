@@ -13,7 +13,7 @@ import torch
 import kvlingo.serve.healing as healing
 from kvlingo.cache import tensors_of
 from kvlingo.handoff import ModelState, read_conversation
-from kvlingo.models import LanguageModel, prefill
+from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import Provenance, Span, SpanKind
 from kvlingo.serve.decoding import Job, Lane
 from kvlingo.serve.engine import LocalEngine

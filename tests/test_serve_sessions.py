@@ -10,7 +10,7 @@ import torch
 from kvlingo.cache import append_row, can_cut, fork, holds_all, native_cache, stack_rows, tensors_of, truncate
 from kvlingo.errors import UnsupportedCache
 from kvlingo.handoff import ModelState
-from kvlingo.models import LanguageModel, prefill
+from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import Provenance, Span, SpanKind, reprefill_plan
 from kvlingo.reading import reading_of_ids
 from kvlingo.serve.sessions import Match, Place, Sessions, common

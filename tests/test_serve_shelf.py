@@ -25,7 +25,7 @@ import kvlingo.serve.shelf as shelving
 from kvlingo.cache import can_cut, cut_from, fork, read_cache, tensors_of
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.handoff import ModelState, target_cache
-from kvlingo.models import LanguageModel, prefill
+from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import reprefill_plan
 from kvlingo.reading import reading_of_ids
 from kvlingo.serve.disk import FOLDER, Disk

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvlingo.errors import BadInput
 from kvlingo.handoff import read_conversation
-from kvlingo.models import LanguageModel, prefill
+from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.serve.duet import Duet, Singer, Turn, fragment_ids, same_vocabulary
 from kvlingo.serve.engine import Limits, LocalEngine
 from kvlingo.serve.protocol import AUTO, Dial, Help, NoHelp, Piece, Request, Sampling

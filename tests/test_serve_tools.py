@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvlingo.chat import ignored, plain_message, render, writes_tool_call_tags
-from kvlingo.models import LanguageModel
+from kvlingo.language_model import LanguageModel
 from kvlingo.reading import read_chat
 from kvlingo.serve.calls import Call, Calls, call_of
 from kvlingo.serve.engine import Limits, LocalEngine

@@ -16,8 +16,8 @@ import torch
 
 from kvlingo import cli
 from kvlingo.errors import BadInput
+from kvlingo.language_model import LanguageModel
 from kvlingo.manifest import Manifest, ModelCard
-from kvlingo.models import LanguageModel
 from kvlingo.serve.engine import LocalEngine
 from kvlingo.serve.loading import build_engine
 from kvlingo.serve.settings import Settings

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvlingo.fitting import Fit, fit
 from kvlingo.handoff import hand_off
-from kvlingo.models import LanguageModel, read, wrap
+from kvlingo.language_model import LanguageModel, read
+from kvlingo.models import wrap
 from kvlingo.plan import SpanKind
 from kvlingo.shapes import FitOptions
 from tests import tiny

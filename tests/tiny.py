@@ -34,7 +34,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kvlingo.models import LanguageModel, wrap
+from kvlingo.language_model import LanguageModel
+from kvlingo.models import wrap
 from kvlingo.texts import Document
 
 WINDOW = 8

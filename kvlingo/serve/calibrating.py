@@ -18,7 +18,7 @@ from kvlingo.errors import BadInput
 from kvlingo.files import write_file
 from kvlingo.handoff import hand_off, read_native
 from kvlingo.jobs import Where, gather
-from kvlingo.models import LanguageModel
+from kvlingo.language_model import LanguageModel
 from kvlingo.serve.loading import links_between, load_models
 from kvlingo.serve.routing.rules import NEVER, Calibrated, Measured, read_rules, written
 from kvlingo.serve.switching import Link, Rule, moving

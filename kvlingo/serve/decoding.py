@@ -21,7 +21,7 @@ from kvlingo.batches import Batch, prefill_batch
 from kvlingo.cache import append_row, stack_rows
 from kvlingo.generation import grown
 from kvlingo.handoff import ModelState
-from kvlingo.models import LanguageModel, prefill
+from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.serve.protocol import Begun, Busy, Done, Event, Finish, Piece, Sampling, Unavailable
 from kvlingo.serve.sampling import Speech
 

@@ -18,7 +18,7 @@ from functools import partial
 from kvlingo.chat import ignored, writes_tool_call_tags
 from kvlingo.errors import BadInput
 from kvlingo.handoff import ModelState
-from kvlingo.models import LanguageModel
+from kvlingo.language_model import LanguageModel
 from kvlingo.serve.ahead import Ahead, answered
 from kvlingo.serve.decoding import Job, Lane, Started, clipped
 from kvlingo.serve.disk import Disk

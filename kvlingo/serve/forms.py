@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvlingo.generation import end_ids
-from kvlingo.models import LanguageModel
+from kvlingo.language_model import LanguageModel
 from kvlingo.serve.protocol import Unsupported
 from kvlingo.spelling import encode, spelling_of
 

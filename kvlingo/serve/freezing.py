@@ -19,7 +19,7 @@ from torch import Tensor
 from kvlingo.cache import Packed, cut_from, pack_cache, unpack_cache
 from kvlingo.errors import UnsupportedCache
 from kvlingo.handoff import ModelState
-from kvlingo.models import LanguageModel, layer_devices
+from kvlingo.language_model import LanguageModel, layer_devices
 from kvlingo.plan import Provenance, Span, SpanKind
 from kvlingo.reading import Reading
 from kvlingo.serve.sessions import exact_until

@@ -17,7 +17,7 @@ import torch
 
 from kvlingo.cache import can_cut, fork, truncate
 from kvlingo.handoff import ModelState
-from kvlingo.models import LanguageModel, prefill
+from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import reprefill_plan
 from kvlingo.reading import first_tokens
 from kvlingo.serve.sessions import Sessions, Snapshot

@@ -14,8 +14,9 @@ from pathlib import Path
 from kvlingo.errors import BadInput
 from kvlingo.handoff import hand_off
 from kvlingo.jobs import Where
+from kvlingo.language_model import LanguageModel
 from kvlingo.manifest import Manifest
-from kvlingo.models import LanguageModel, load_model, quiet_loading
+from kvlingo.models import load_model, quiet_loading
 from kvlingo.serve.disk import Disk
 from kvlingo.serve.engine import Limits, LocalEngine
 from kvlingo.serve.routing.building import build_router

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from kvlingo.handoff import ModelState
-from kvlingo.models import prefill
+from kvlingo.language_model import prefill
 from kvlingo.reading import read_more
 from kvlingo.serve.decoding import Job, Lane, Started
 from kvlingo.serve.duet import Duet, Singer, Turn

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvlingo.errors import BadInput
 from kvlingo.generation import check_sampling, end_ids, seeded
-from kvlingo.models import LanguageModel
+from kvlingo.language_model import LanguageModel
 from kvlingo.serve.forms import Form
 from kvlingo.serve.protocol import Finish, Piece, Sampling, TokenInfo
 from kvlingo.spelling import spelling_of

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvlingo.handoff import ModelState
-from kvlingo.models import LanguageModel
+from kvlingo.language_model import LanguageModel
 from kvlingo.serve.disk import Disk, Stored
 from kvlingo.serve.freezing import Unusable, freeze, thaw
 from kvlingo.serve.sessions import Match, Place, Snapshot

@@ -19,7 +19,7 @@ from kvlingo.calibration import handoff_cost, read_cost
 from kvlingo.cost import HandoffCost, Rates, TargetCost, handoff_flops, handoff_s, pass_flops, pass_s
 from kvlingo.errors import KVLingoError, UnsupportedCache
 from kvlingo.handoff import Conversation, HandOff, ModelState, hand_off, read_conversation
-from kvlingo.models import LanguageModel, prefill
+from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import HandoffPlan, SpanKind, reprefill_plan
 from kvlingo.reading import Reading, first_tokens
 from kvlingo.serve.decoding import Started
