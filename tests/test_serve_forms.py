@@ -42,12 +42,10 @@ SCHEMAS: list[dict[str, Any]] = [
     },
     {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
     {
-        "$ref": "#/$defs/tree",
+        "$ref": "#/$defs/row",
         "$defs": {
-            "leaf": {"type": "integer", "minimum": 0, "maximum": 99},
-            "tree": {
-                "anyOf": [{"$ref": "#/$defs/leaf"}, {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}]
-            },
+            "cell": {"type": "integer", "minimum": 0, "maximum": 99},
+            "row": {"type": "array", "items": {"$ref": "#/$defs/cell"}, "minItems": 1, "maxItems": 3},
         },
     },
     {"type": "string", "pattern": "^[a-c]{3}-[0-9]{2}$"},
@@ -60,7 +58,7 @@ def request(schema: Any, seed: int = 0, most: int = 400, **changes: Any) -> Requ
 
 
 @needs_llguidance
-@pytest.mark.parametrize("schema", SCHEMAS, ids=["object", "array", "tree", "pattern"])
+@pytest.mark.parametrize("schema", SCHEMAS, ids=["object", "array", "row", "pattern"])
 @pytest.mark.parametrize("lm", [LM, WORDS], ids=["bytes", "merges"])
 def test_every_answer_parses_and_validates(lm: Any, schema: dict[str, Any]) -> None:
     with closing(LocalEngine({"a": lm})) as engine:
