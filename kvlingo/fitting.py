@@ -115,7 +115,9 @@ def solve_layers(
             # Neighbouring windows want the same damping: search it once.
             dampings = options.dampings if best is None else (best.damping,)
             damping, weight, error = choose_damping(moments, judge, dampings)
-            solution = Solution(chosen, moments, damping, weight, error)
+            # A linear map is made of its weight: the products, which are kept for every layer, would be gigabytes.
+            kept = moments.without_products() if config.map_kind == "linear" else moments
+            solution = Solution(chosen, kept, damping, weight, error)
             proportional_one = proportional_one or solution
             best = solution if best is None or error < best.error else best
         assert proportional_one is not None

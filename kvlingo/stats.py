@@ -10,7 +10,7 @@ import errno
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,10 @@ class Moments:
     output_mean: Tensor
     output_variance: Tensor
     tokens: int
+
+    def without_products(self) -> Moments:
+        """Return the means, scales and variances alone."""
+        return replace(self, gram=self.gram[:0, :0].clone(), cross=self.cross[:0].clone())
 
 
 def partners_in_order(names: Sequence[str], pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:

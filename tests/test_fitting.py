@@ -18,14 +18,14 @@ from kvlingo import stats as stats_module
 from kvlingo.collecting import Collector
 from kvlingo.corpus import examples, random_examples
 from kvlingo.errors import BadInput, IncompatiblePair
-from kvlingo.fitting import Fit, control, fit
+from kvlingo.fitting import Fit, control, fit, solve_layers
 from kvlingo.jobs import check_pair
 from kvlingo.judging import held_out_kl
 from kvlingo.language_model import read
 from kvlingo.shapes import FitOptions, base_config, candidate_centres, source_free, text_free
 from kvlingo.stats import GramStats
 from kvlingo.texts import Document
-from kvlingo.translator import HeadwiseMap, LinearMap, LowRankMap, feature_blocks
+from kvlingo.translator import HeadwiseMap, LinearMap, LowRankMap, MapKind, feature_blocks
 from tests import tiny
 from tests.tiny import unrelated_pair as pair
 
@@ -174,6 +174,15 @@ def test_memory_does_not_grow_with_tokens(monkeypatch: pytest.MonkeyPatch) -> No
         assert stats.tokens >= tokens
     assert sizes[0] == sizes[1]
     assert max(waiting) < 128
+
+
+@pytest.mark.parametrize(("kind", "is_kept"), [("linear", False), ("lowrank", True)])
+def test_a_solved_layer_keeps_no_product_that_its_map_is_not_made_of(kind: MapKind, is_kept: bool) -> None:
+    """With 30 layers of 5,000 features they would be 12 GB."""
+    result = fit(*pair(), tiny.documents(), options(map_kind=kind))
+    solved = solve_layers(result.translator.config, result.stats, result.held_out, result.options)
+    products = [x for solutions in solved.values() for s in solutions for x in (s.moments.gram, s.moments.cross)]
+    assert all(bool(x.numel()) == is_kept for x in products)
 
 
 def test_sinks_of_both_sides_stay_out_of_the_statistics() -> None:
