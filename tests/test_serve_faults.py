@@ -94,7 +94,7 @@ def served(settings: Settings | None = None, **more: Any) -> Iterator[Serving[Lo
     buffer = more.pop("send_buffer_bytes", None)
     with (
         twin_engine(letters_model(), **more) as (engine, _),
-        serving(engine, settings or Settings(), buffer) as running,
+        serving(engine, settings or Settings(), send_buffer_bytes=buffer) as running,
     ):
         yield running
 
