@@ -48,8 +48,18 @@ def side_by_side(lm: LanguageModel, tokens: int) -> bool:
     Not where the longest row changes the rotary angles of all (longrope, dynamic NTK), and not where a row's recurrent state
     would have to be taken out of the batch or put into one.
     """
-    limit = lm.geometry.angle_limit
-    return lm.target_refusal is None and (limit is None or tokens <= limit)
+    limits = (lm.geometry.angle_limit, _slots_alike(lm))
+    return lm.target_refusal is None and all(limit is None or tokens <= limit for limit in limits)
+
+
+def _slots_alike(lm: LanguageModel) -> int | None:
+    """Return up to how many slots a query is the same in all of them; None where it always is.
+
+    Llama 4 scales queries of layers without positions by the slot of the cache, padding included, from `floor_scale` on: too far
+    to be found out by reading.
+    """
+    config = lm.model.config.get_text_config(decoder=True)
+    return int(config.floor_scale) - 1 if getattr(config, "attn_temperature_tuning", False) else None
 
 
 def prefill_batch(

@@ -36,7 +36,8 @@ class LanguageModel:
             head, [kv_heads * key_dim] for one over all heads); None where keys are not normed.
         target_refusal: why this model can only be a source, in one sentence; None where it can be a target too.
         loader: what its weights went through before transformers loaded them ("gguf"); None for nothing.
-        sinks: what it holds of first tokens that many conversations share (`read_sinks`); filled as it goes.
+        sinks: what it holds of first tokens that many conversations share (`read_sinks`); filled as it goes. Clear it should you
+            ever change the weights.
     """
 
     name: str
@@ -47,7 +48,7 @@ class LanguageModel:
     key_norms: tuple[Tensor | None, ...]
     target_refusal: str | None = None
     loader: str | None = None
-    sinks: dict[tuple[int, ...], KV] = field(default_factory=dict, repr=False)
+    sinks: dict[tuple[object, ...], KV] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -127,11 +128,11 @@ def read_sinks(lm: LanguageModel, ids: Tensor, *, opening: int = 0) -> KV:
     `opening` is how many of them hold nothing of any content (`Reading.opening`). More than those, or than `OPENING_TOKENS` (a
     template may begin with definitions of tools), is never remembered: nobody can tell by the time what others have said.
     """
-    key = tuple(ids.tolist())
+    key = (lm.dtype, lm.device, *ids.tolist())
     if key in lm.sinks:
         return lm.sinks[key]
     kv = read(lm, ids)
-    if len(key) <= min(opening, OPENING_TOKENS) and not torch.is_inference_mode_enabled():
+    if len(ids) <= min(opening, OPENING_TOKENS) and not torch.is_inference_mode_enabled():
         lm.sinks[key] = kv
     return kv
 
@@ -180,9 +181,9 @@ class _Filled(Exception):
 def _no_further_than(layer: Any, module: nn.Module) -> Iterator[None]:
     """Leave a forward pass as soon as one cache layer is filled: its attention and MLP change nothing in there.
 
-    A model spread over devices runs on to its end: what moves its weights has work to do after each layer.
+    A model with hooks runs on to its end: what moves its weights, say, has work to do after each layer.
     """
-    if any(hasattr(part, "_hf_hook") for part in module.modules()):
+    if any(hasattr(part, "_hf_hook") or part._forward_hooks for part in module.modules()):
         yield
         return
     update = layer.update
@@ -214,12 +215,32 @@ def first_layers(model: Any, count: int) -> nn.Module:
 
 
 def decoder_layers(decoder: Any) -> tuple[str, nn.ModuleList]:
-    """Return a decoder's list of layers and the name it has there."""
-    return next(
-        (name, module)
-        for name, module in decoder.named_children()
-        if isinstance(module, nn.ModuleList) and len(module) == decoder.config.num_hidden_layers
+    """Return a decoder's list of layers and the name it has there. Raises `UnsupportedModel` where it has no such list."""
+    count = decoder.config.num_hidden_layers
+    for name, module in decoder.named_children():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise UnsupportedModel(
+        f"this {decoder.config.model_type} model has no list of its {count} layers, so its first layers can't run alone; "
+        "it can be a source, and as a target it reads the conversation anew"
     )
+
+
+def layers_refusal(model: Any) -> str | None:
+    """Say why a model's layers can't be run or placed one by one, or None."""
+    try:
+        decoder_layers(decoder_of(model))
+    except UnsupportedModel as error:
+        return str(error)
+    return None
+
+
+def layer_weights(model: Any) -> int:
+    """Return the number of weights in a decoder's layers; of all but its embedding where they are no list."""
+    decoder = decoder_of(model)
+    if layers_refusal(model) is None:
+        return sum(p.numel() for p in decoder_layers(decoder)[1].parameters())
+    return sum(p.numel() for p in decoder.parameters()) - model.get_input_embeddings().weight.numel()
 
 
 def layer_devices(model: Any) -> tuple[torch.device, ...]:

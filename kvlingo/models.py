@@ -24,7 +24,7 @@ from transformers.utils import logging as hf_logging
 from kvlingo import __version__
 from kvlingo.errors import BadInput, KVLingoError, MissingExtra, UnsupportedModel
 from kvlingo.files import write_file
-from kvlingo.language_model import LanguageModel
+from kvlingo.language_model import LanguageModel, layers_refusal
 from kvlingo.probing import probe_geometry, probe_key_norms
 from kvlingo.selfcheck import SELF_CHECK_VERSION, self_check
 
@@ -82,7 +82,8 @@ def _probed(model: Any, tokenizer: Any, name: str) -> LanguageModel:
         probed = probe_geometry(model)
         geometry, rotary = probed.geometry, probed.rotary
         key_norms = probe_key_norms(model, geometry, rotary)
-    return LanguageModel(name, model, tokenizer, geometry, rotary, key_norms, probed.target_refusal)
+    refusal = probed.target_refusal or layers_refusal(model)
+    return LanguageModel(name, model, tokenizer, geometry, rotary, key_norms, refusal)
 
 
 @contextmanager

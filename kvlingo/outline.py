@@ -20,11 +20,10 @@ from kvlingo.cache import native_cache
 from kvlingo.errors import UnsupportedModel
 from kvlingo.geometry import Geometry
 from kvlingo.gguf_header import read_gguf_header
-from kvlingo.language_model import decoder_layers
+from kvlingo.language_model import layer_weights, layers_refusal
 from kvlingo.models import clear_load_errors, refuse_by_config, refuse_other_vocabulary
 from kvlingo.probing import (
     cache_owners,
-    decoder_of,
     forget_length,
     layer_geometry,
     refuse_position_tables,
@@ -96,7 +95,6 @@ def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
         refuse_position_tables(model)
     owners, target_refusal = cache_owners(model, cache)
     text_config = model.config.get_text_config(decoder=True)
-    decoder_layer_weights = decoder_layers(decoder_of(model))[1].parameters()
     layers = tuple(layer_geometry(cache.layers[owner], None) for owner in owners)
     if not str(name).endswith(".gguf"):  # a .gguf file keeps its embedding's rows as its vocabulary
         refuse_other_vocabulary(str(name), load_tokenizer(), model.get_input_embeddings().weight.shape[0])
@@ -107,9 +105,9 @@ def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
         pieces=pieces,
         geometry=whole_geometry(model, layers, owners),
         total_weights=sum(p.numel() for p in model.parameters()),
-        layer_weights=sum(p.numel() for p in decoder_layer_weights),
+        layer_weights=layer_weights(model),
         query_widths=tuple(text_config.num_attention_heads * layer.key_dim for layer in layers),
-        target_refusal=target_refusal,
+        target_refusal=target_refusal or layers_refusal(model),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,13 +54,16 @@ def cache_argument(module: nn.Module) -> str:
 def decoder_of(model: Any) -> Any:
     """Return the part of a model that makes hidden states from ids, without its output head.
 
-    A few classes name themselves as their decoder; then it is their child that holds the embeddings.
+    A few classes name themselves as their decoder, or their output head; then it is the child that holds the embeddings.
     """
-    decoder = model.get_decoder()
-    if decoder is not model:
+    decoder, embedding = model.get_decoder(), model.get_input_embeddings()
+
+    def holds_it(module: nn.Module) -> bool:
+        return any(part is embedding for part in module.modules())
+
+    if decoder is not model and holds_it(decoder):
         return decoder
-    embedding = model.get_input_embeddings()
-    return next(m for m in model.children() if any(child is embedding for child in m.modules()))
+    return next((child for child in model.children() if holds_it(child)), decoder)
 
 
 def probe_geometry(model: Any) -> Probed:
@@ -74,10 +78,10 @@ def probe_geometry(model: Any) -> Probed:
     with torch.no_grad():
         run(model, input_ids=ids[None], cache=native)
     owners, target_refusal = cache_owners(model, native)
-    angles = angle_source(model)
     layer_types = _layer_types(model)
     max_positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     limit = angle_limit(rotary_module(model), {layer_types[owner] for owner in owners})
+    angles = angle_source(model, of_its_own=limit is not None)
     bounds = [bound for bound in (max_positions, limit) if bound is not None]
     last = min(bounds) - 1 if bounds else FAR
     at = {0, *(p for p in (NEAR, FAR, last) if p <= last)}
@@ -169,10 +173,26 @@ def _at_least_float(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def angle_source(model: Any) -> Angles | None:
-    """Return the function (positions, layer type) -> cos, sin of the model's own rotary module."""
+def angle_source(model: Any, *, of_its_own: bool = False) -> Angles | None:
+    """Return the function (positions, layer type) -> cos, sin of the model's own rotary module.
+
+    `of_its_own`: of a copy that one thread at a time asks. A module that chooses its frequencies by the highest position of a
+    call keeps them: asked while the model runs on another thread, both would get the other's.
+    """
     module = rotary_module(model)
-    return None if module is None else _angles_of(module)
+    if module is None:
+        return None
+    return _one_at_a_time(_angles_of(copy.deepcopy(module))) if of_its_own else _angles_of(module)
+
+
+def _one_at_a_time(angles: Angles) -> Angles:
+    lock = threading.Lock()
+
+    def alone(positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
+        with lock:
+            return angles(positions, layer_type)
+
+    return alone
 
 
 def _no_angles(positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:

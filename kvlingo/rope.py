@@ -47,7 +47,7 @@ class Rotary:
         In the plane (x, y): x' = x cos - y sin, y' = y cos + x sin.
         """
         rope = self.layers[layer]
-        if rope is None:
+        if rope is None or not len(positions):  # some rotary modules fail when they are asked for no position
             return keys
         cos, sin = self._planes(rope, positions, keys)
         x, y, rest = split_planes(keys, rope)
@@ -60,7 +60,7 @@ class Rotary:
         yarn and longrope hide in cos and sin.
         """
         rope = self.layers[layer]
-        if rope is None:
+        if rope is None or not len(positions):
             return keys.clone()
         cos, sin = self._planes(rope, positions, keys, inverse=True)
         x, y, rest = split_planes(keys, rope)

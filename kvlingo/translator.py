@@ -129,7 +129,8 @@ Block = Tensor | Repeated
 def embedded(rows: Callable[[Tensor], Tensor], ids: Tensor) -> Repeated:
     """Return the embeddings of a text's token ids [tokens], those of each distinct token once."""
     distinct, index = torch.unique(ids, return_inverse=True)
-    return Repeated(rows(distinct), index)
+    found = rows(distinct)
+    return Repeated(found, index.to(found.device))
 
 
 def dense(block: Block) -> Tensor:
@@ -190,10 +191,23 @@ def gather(kv: KV, layer: int, index: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Folded:
-    """A linear map's weights [features, outputs] with the features' scale in them, and the state of what they were made from."""
+    """A linear map's weights [features, outputs] with the features' scale in them, and what they were made from.
 
-    state: tuple[Any, ...]
+    The tensors themselves are kept: an address alone may be another's by now.
+    """
+
+    parts: tuple[Tensor, ...]
+    versions: tuple[int, ...]
     weight: Tensor
+
+    def is_of(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> bool:
+        """Tell whether these parts, as they are now, give this weight in this dtype. An edit through `.data` is not seen."""
+        same = all(mine is theirs for mine, theirs in zip(self.parts, parts, strict=True))
+        return same and self.versions == _versions(parts) and self.weight.dtype == dtype
+
+
+def _versions(parts: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(part._version for part in parts)
 
 
 class LayerMap(nn.Module):
@@ -267,10 +281,10 @@ class LayerMap(nn.Module):
         if any(part.is_inference() or part.dtype != dtype for part in parts):
             return None
         is_short = self.multiplies_in_bfloat16 or rounded == torch.bfloat16
-        state = (is_short, *((part.data_ptr(), part._version) for part in parts))
-        if self._folded is None or self._folded.state != state:
-            weight = (linear.weight / self.feature_scale[:, None]).detach()
-            self._folded = Folded(state, weight.to(torch.bfloat16) if is_short else weight)
+        wanted = torch.bfloat16 if is_short else dtype
+        if self._folded is None or not self._folded.is_of(parts, wanted):
+            weight = (linear.weight / self.feature_scale[:, None]).detach().to(wanted)
+            self._folded = Folded(parts, _versions(parts), weight)
         return self._folded
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import kvlingo.batches as batches_module
 import kvlingo.collecting as collecting_module
-from kvlingo.batches import join, prefill_batch, read_batch, row_kv
+from kvlingo.batches import join, prefill_batch, read_batch, row_kv, side_by_side
 from kvlingo.cache import KV, native_cache, take_row
 from kvlingo.collecting import Collector
 from kvlingo.corpus import examples
@@ -22,7 +23,7 @@ from kvlingo.handoff import ModelState, hand_off, hand_off_batch, read_native_ba
 from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.shapes import FitOptions, base_config
 from kvlingo.translator import identity_translator
-from tests import tiny
+from tests import families, tiny
 from tests.padded import padded_error, rows_of
 
 EXACT = 1e-8  # float64
@@ -257,3 +258,13 @@ def assert_same_sums(a: Any, b: Any) -> None:
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], atol=1e-7, rtol=1e-9)
+
+
+def test_rows_whose_queries_depend_on_the_slot_are_read_alone() -> None:
+    """Llama 4 scales queries by the slot in the cache, padding included."""
+    tuned = families.FAMILIES["llama4"].config(attn_temperature_tuning=True, floor_scale=16, attn_scale=0.5)
+    lm = tiny.language_model("llama")
+    llama4 = replace(lm, model=SimpleNamespace(config=tuned))
+    assert side_by_side(llama4, 15)
+    assert not side_by_side(llama4, 16)
+    assert side_by_side(lm, 10_000)

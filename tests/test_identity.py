@@ -5,6 +5,7 @@ Each check is also shown to fail: with two layers swapped, and with positions of
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -175,7 +176,7 @@ def test_layer_zero_is_read_without_its_mlp_and_leaves_the_cache_layers_alone() 
     lm = tiny.language_model("gemma3")
     ids, seen = tiny.ids_of(lm, 12), list[str]()
     layer = lm.model.model.layers[0]
-    hooks = [m.register_forward_hook(lambda *_, name=n: seen.append(name)) for n, m in layer.named_modules()]
+    hooks = [m.register_forward_pre_hook(lambda *_, name=n: seen.append(name)) for n, m in layer.named_modules()]
     native_layers(lm, ids, 1)
     assert "self_attn.k_proj" in seen
     assert not any(name.startswith("mlp") or name == "self_attn.o_proj" for name in seen)
@@ -198,7 +199,26 @@ def test_what_many_conversations_begin_with_is_read_once_and_text_is_not_remembe
         read_sinks(lm, ids[:12], opening=12)  # longer than any template's beginning
     assert len(passes) == 5
     hook.remove()
-    assert list(lm.sinks) == [tuple(ids[:3].tolist())]
+    assert list(lm.sinks) == [(lm.dtype, lm.device, *ids[:3].tolist())]
+
+
+@pytest.mark.parametrize("family", ["phi3-longrope", "llama-dynamic", "gemma3", "deepseek-v3"])
+def test_identity_with_source_layers_that_no_map_reads(family: str) -> None:
+    """With the first layer native, the source's first layer is not read at all: not even its angles are asked for."""
+    lm, text = families.language_model(family), tiny.text_of_tokens(30)
+    done = hand_off(text, lm, lm, identity(lm), native_layers=1)
+    assert done.plan.fallback is None
+    assert done.logits is not None
+    cold = tiny.cold_logits(lm, lm.ids(done.state.reading.ids))[-1]
+    torch.testing.assert_close(done.logits, cold, atol=families.allowed(family), rtol=0)
+
+
+def test_a_model_of_other_weights_in_place_is_not_remembered() -> None:
+    lm = replace(tiny.language_model("llama"), sinks={})
+    ids = tiny.ids_of(lm, 3)
+    read_sinks(lm, ids, opening=3)
+    lower = replace(lm, model=copy.deepcopy(lm.model).float())
+    assert read_sinks(lower, ids, opening=3).keys[0].dtype == torch.float32
 
 
 def test_a_chat_opens_with_its_template_and_a_text_with_bos_alone() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlingo.geometry import LayerRope, RopeLayout
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.rope import Rotary, join_planes, split_planes
-from tests import tiny
+from tests import families, tiny
 
 POSITIONS = torch.tensor([0, 1, 2, 63, 64, 65, 777, 1500])
 # The model's rotary module computes its angles in float32.
@@ -247,3 +247,17 @@ def test_angles_worked_out_once_for_all_layers_are_the_same() -> None:
         assert torch.equal(once.unrotate(keys, layer, again), lm.rotary.unrotate(keys, layer, again))
     kinds = len({rope.layer_type for rope in lm.rotary.layers if rope is not None})
     assert len(asked) == 2 * kinds + len(lm.geometry), "rotating and undoing it, and other positions each time"
+
+
+@pytest.mark.parametrize("family", ["phi3-longrope", "llama-dynamic"])
+def test_angles_that_a_module_keeps_are_not_those_of_the_running_model(family: str) -> None:
+    """Such a module keeps the frequencies of its last call: asking it for a hand-over must not change what the model reads."""
+    lm = families.language_model(family)
+    own = next(m for n, m in lm.model.named_modules() if n.endswith("rotary_emb"))
+    before = own.inv_freq.clone()
+    limit = lm.geometry.angle_limit
+    assert limit is not None
+    keys = torch.randn(1, lm.geometry.layers[0].kv_heads, 1, lm.geometry.layers[0].key_dim, dtype=torch.float64)
+    lm.rotary.rotate(keys, 0, torch.tensor([4 * limit]))
+    assert torch.equal(own.inv_freq, before)
+    assert lm.rotary.rotate(keys[:, :, :0], 0, torch.arange(0)).shape[2] == 0

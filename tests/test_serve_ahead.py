@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import kvlingo.serve.ahead as ahead
+from kvlingo.language_model import LanguageModel
 from kvlingo.serve.ahead import AGAIN_S, Ahead, answered
-from kvlingo.serve.engine import LocalEngine
+from kvlingo.serve.engine import Limits, LocalEngine
 from kvlingo.serve.protocol import Dial
-from kvlingo.serve.switching import Rule, prompt_of
-from tests import tiny
-from tests.serving import ask, assistant, cold_ids, request_for, twin_engine, user
+from kvlingo.serve.switching import Link, Rule, prompt_of
+from kvlingo.translator import identity_translator
+from tests import families, tiny
+from tests.serving import ask, assistant, closing, cold_ids, request_for, twin_engine, user
 
 LM = tiny.language_model("llama")
 FIRST = [user(tiny.text(16, seed=1))]
@@ -33,6 +38,7 @@ def wait_for(engine: LocalEngine, figure: str, least: int, seconds: float = 30.0
 def test_a_switch_reads_only_what_is_new_and_answers_as_cold(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through an identity pair the answer is token for token that of a model that has read everything itself."""
     monkeypatch.setattr(ahead, "PIECE_TOKENS", 20)
+    monkeypatch.setattr(ahead, "LEAST_TOKENS", 12)
     with twin_engine(family, ahead=True, rule=ALWAYS) as (engine, lm):
         (said,) = ask(engine, request_for(lm, "a", FIRST))
         wait_for(engine, "ahead_done", 1)
@@ -122,8 +128,8 @@ def test_of_one_conversation_only_the_latest_waits_and_there_is_an_end_to_it(mon
     work = Ahead("b", None, lambda r: prompt_of(r, LM), lambda *_: None, lambda: False)  # type: ignore[arg-type]
     for name in ("1", "2", "1", "3"):
         work.put(replace(request_for(LM, "b", FIRST), conversation=name))
-    assert [place.conversation for place in work._waiting] == ["1", "3"]
-    assert work.counts["ahead_abandoned"] == 1
+    assert [place.conversation for place, _ in work._waiting] == ["1", "3"]
+    assert work.counts["ahead_abandoned"] == 2, "one was overtaken by its next turn, one had no place"
 
 
 def test_the_answer_becomes_part_of_what_is_asked_next() -> None:
@@ -133,3 +139,47 @@ def test_the_answer_becomes_part_of_what_is_asked_next() -> None:
     assert chat.prompt == (*FIRST, assistant("yes"))
     text = answered(replace(request_for(LM, "a", FIRST), prompt="once "), "upon", "b")
     assert text.prompt == "once upon"
+
+
+def test_conversations_without_a_name_are_all_made_ready() -> None:
+    chats = [[user(tiny.text(12, seed=seed))] for seed in range(2, 6)]
+    with twin_engine("llama", ahead=True, rule=ALWAYS) as (engine, lm):
+        said = ask(engine, *(request_for(lm, "a", chat) for chat in chats))
+        wait_for(engine, "ahead_done", 4)
+        for chat, answer in zip(chats, said, strict=True):
+            (found,) = ask(engine, request_for(lm, "b", [*chat, assistant(answer.text), QUESTION]))
+            assert found.begun.translated_tokens == 0
+            assert found.begun.native_tokens > 50
+
+
+@pytest.mark.parametrize("piece", range(20, 34))
+def test_no_length_loses_what_was_translated(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last piece that only holds what the source has not read would have nothing to translate."""
+    monkeypatch.setattr(ahead, "PIECE_TOKENS", piece)
+    monkeypatch.setattr(ahead, "LEAST_TOKENS", 16)
+    with twin_engine("llama", ahead=True, rule=ALWAYS) as (engine, lm):
+        ask(engine, request_for(lm, "a", FIRST))
+        wait_for(engine, "ahead_done", 1)
+        assert engine.stats()["ahead_abandoned"] == 0
+
+
+def test_what_can_not_be_taken_or_kept_is_not_begun() -> None:
+    """A target that is too short for it, or whose angles would change, and a cache that has no room beside what is in use."""
+    for family, changes in (("phi3-longrope", {}), ("llama", {"cache_bytes": 200_000})):
+        with twin_engine_of(family, **changes) as (engine, lm):
+            ask(engine, request_for(lm, "a", FIRST))
+            wait_for(engine, "ahead_abandoned", 1)
+            assert engine.stats()["ahead_pieces"] == 0
+            assert engine.stats()["ahead_failed"] == 0
+
+
+def twin_engine_of(family: str, **changes: Any) -> Any:
+    lm = families.language_model(family)
+    link = Link("a", "b", identity_translator(lm.geometry, torch.float64))
+    return _served(LocalEngine({"a": lm, "b": lm}, [link], Limits(rule=ALWAYS, ahead=True, **changes)), lm)
+
+
+@contextlib.contextmanager
+def _served(engine: LocalEngine, lm: LanguageModel) -> Iterator[tuple[LocalEngine, LanguageModel]]:
+    with closing(engine):
+        yield engine, lm

@@ -280,6 +280,26 @@ def test_products_are_rounded_only_for_a_target_that_reads_so() -> None:
     assert all(p.dtype == torch.float32 for p in translator.parameters())
 
 
+@torch.no_grad()
+def test_weights_that_were_put_in_place_of_others_are_used() -> None:
+    """The folded copy is of these tensors, not of whatever stood at their address."""
+    translator, source = made(), source_kv()
+
+    def keys() -> Tensor:
+        return translator(source, ALIGNMENT, EMBEDDINGS, start=START, native=layer_zero()).keys[1]
+
+    linear = translator.maps["1"].get_submodule("linear")
+    for _ in range(30):
+        old = keys()
+        weight = torch.randn_like(linear.get_parameter("weight"))
+        del linear.weight
+        linear.register_parameter("weight", torch.nn.Parameter(weight))
+        assert not torch.allclose(keys(), old)
+    old = keys()
+    linear.get_parameter("weight").mul_(2)
+    assert not torch.allclose(keys(), old)
+
+
 @pytest.mark.parametrize("lags", [(0,), (0, 2)])
 @pytest.mark.parametrize("skip", [[0, 0], [2, 5], [6, 7], [9, 9]])
 def test_source_tokens_that_no_map_reads_can_be_left_out(skip: list[int], lags: tuple[int, ...]) -> None:

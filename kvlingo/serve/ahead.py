@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from kvlingo.errors import KVLingoError
 from kvlingo.handoff import ModelState
 from kvlingo.serve.protocol import Dial, Message, Request
 from kvlingo.serve.sessions import Place
@@ -20,9 +21,17 @@ from kvlingo.serve.switching import Offer, Prompt, Switch
 
 LOG = logging.getLogger(__name__)
 PIECE_TOKENS = 256
+LEAST_TOKENS = 64
+"""A last piece is no shorter: the source has not read a template's end, and of too little nothing is left to translate."""
 AGAIN_S = 0.05
 MOST_WAITING = 64
+BEGINNING_CHARS = 200
 COUNTED = ("ahead_done", "ahead_pieces", "ahead_tokens", "ahead_abandoned", "ahead_failed")
+
+
+def _beginning(request: Request) -> str:
+    """Return what tells conversations without a name apart: how they begin."""
+    return request.prompt[:BEGINNING_CHARS] if isinstance(request.prompt, str) else str(request.prompt[:2])
 
 
 def answered(request: Request, text: str, target: str) -> Request:
@@ -51,6 +60,7 @@ class Ahead:
         prepare: tokenises a request for the target.
         keep: takes the finished state.
         busy: whether anything else is to be done, here or elsewhere.
+        has_room: whether so many tokens of the target can be kept without pushing out what is in use.
     """
 
     def __init__(
@@ -60,19 +70,23 @@ class Ahead:
         prepare: Callable[[Request], Prompt],
         keep: Callable[[Prompt, ModelState], None],
         busy: Callable[[], bool],
+        has_room: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self.name, self.counts = name, Counter[str](dict.fromkeys(COUNTED, 0))
         self._switch, self._prepare, self._keep, self._busy = switch, prepare, keep, busy
-        self._waiting: OrderedDict[Place, Request] = OrderedDict()
+        self._has_room = has_room
+        self._waiting: OrderedDict[tuple[Place, str], Request] = OrderedDict()
         self._lock = threading.Lock()
         self._work: _Work | None = None
 
     def put(self, request: Request) -> None:
-        """Note what was answered; of one conversation only the latest counts. Any thread may call."""
+        """Note what was answered; of one conversation (told by its beginning) only the latest counts. Any thread may call."""
         place = Place(request.tenant, request.conversation, self.name)
+        key = place, _beginning(request)
         with self._lock:
-            self._waiting[place] = request
-            self._waiting.move_to_end(place)
+            self.counts["ahead_abandoned"] += key in self._waiting
+            self._waiting[key] = request
+            self._waiting.move_to_end(key)
             if len(self._waiting) > MOST_WAITING:
                 self._waiting.popitem(last=False)
                 self.counts["ahead_abandoned"] += 1
@@ -88,6 +102,9 @@ class Ahead:
                 self._begin()
             else:
                 self._go_on(self._work)
+        except KVLingoError:  # this target can't take this conversation: who asks it for one is told why
+            self.counts["ahead_abandoned"] += 1
+            self._work = None
         except Exception as error:  # the switch itself will do what it can, and tell
             self.counts["ahead_failed"] += 1
             self._work = None
@@ -99,13 +116,18 @@ class Ahead:
             _, request = self._waiting.popitem()
         prompt = self._prepare(request)
         found = self._switch.worth_translating(prompt)
-        if found is not None:
-            offer, own = found
-            self._work = _Work(prompt, offer, own.snapshot.state if own else None, own.tokens if own else 0)
+        if found is None:
+            return
+        if not self._has_room(len(prompt.reading)):
+            self.counts["ahead_abandoned"] += 1
+            return
+        offer, own = found
+        self._work = _Work(prompt, offer, own.snapshot.state if own else None, own.tokens if own else 0)
 
     def _go_on(self, work: _Work) -> None:
         whole = len(work.prompt.reading)
-        until = min(work.tokens + PIECE_TOKENS, whole)
+        until = work.tokens + PIECE_TOKENS
+        until = whole if whole - until < LEAST_TOKENS else until
         state = self._switch.translate_until(work.prompt, work.offer, work.state, until)
         if state is None:
             self._work = None

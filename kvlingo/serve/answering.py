@@ -50,7 +50,9 @@ class Answering:
     async def next(self, timeout_s: float | None = None) -> tuple[int, Event] | End | None:
         """Return the next event, `End`, or None when nothing came in time; raise what a choice raised."""
         try:
-            item = await asyncio.wait_for(self.events.get(), timeout_s)
+            # Not `wait_for`: before Python 3.12 it swallows a cancel that comes with an event, and who has left is not seen.
+            async with asyncio.timeout(timeout_s):
+                item = await self.events.get()
         except TimeoutError:
             return None
         if isinstance(item, BaseException):

@@ -146,6 +146,7 @@ class Lane:
         self._batch: Batch | None = None
         self._joined_at = 0
         self._beginning = 0
+        self._first: Job | None = None  # the one that begins, or began last
         self._news = False
         self._mean_s = 1.0
         # Padding a batch needs a cache that can be made from parts, and angles that don't depend on the longest row.
@@ -205,9 +206,10 @@ class Lane:
                 job = self._queue.pop()
                 job.cancelled.set()
                 job.tell(Unavailable(1.0))
-            for row in self._rows:
-                row.job.cancelled.set()
-                row.job.tell(Unavailable(1.0))
+            beginning = [self._first] if self._beginning and self._first else []
+            for job in (*beginning, *(row.job for row in self._rows)):
+                job.cancelled.set()
+                job.tell(Unavailable(1.0))
             self._changed.notify_all()
         self._thread.join(timeout_s)
 
@@ -246,8 +248,8 @@ class Lane:
                 if self._has_work():
                     if not len(self._queue) or len(self._rows) >= self._max_rows:
                         return None
-                    self._beginning = 1
-                    return self._queue.pop()
+                    self._beginning, self._first = 1, self._queue.pop()
+                    return self._first
             wait_s = self._use_the_pause()
 
     def _has_work(self) -> bool:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +24,7 @@ from kvlingo.serve.ahead import Ahead, answered
 from kvlingo.serve.decoding import Job, Lane, Started, clipped
 from kvlingo.serve.disk import Disk
 from kvlingo.serve.duet import Duet, Singer
-from kvlingo.serve.forms import form_of
+from kvlingo.serve.forms import Form, form_of
 from kvlingo.serve.healing import Healer
 from kvlingo.serve.protocol import (
     Begun,
@@ -101,6 +102,7 @@ class LocalEngine:
         self._switch = Switch(self._sides, links, self._sessions, limits.rule, self._shelf)
         self._counts, self._counting = Counter[str](dict.fromkeys(COUNTED, 0)), threading.Lock()
         self._draining, self._relays = False, 0
+        self._forming = ThreadPoolExecutor(1, thread_name_prefix="kvlingo-forms")
         self._healers = [Healer(name, lm, self._sessions, self._is_busy) for name, lm in models.items() if limits.heal]
         self._ways = [(link.source, link.target) for link in links if not link.refusal]
         self._ahead = {name: self._ahead_of(name) for _, name in self._ways if limits.ahead}
@@ -112,8 +114,16 @@ class LocalEngine:
 
     def _ahead_of(self, name: str) -> Ahead:
         lm = self._sides[name].lm
-        prepare = partial(prompt_of, lm=lm, add_generation_prompt=False)
-        return Ahead(name, self._switch, prepare, self._keep, self._is_busy)
+
+        def prepare(request: Request) -> Prompt:
+            _check_tools(request, lm)
+            return prompt_of(request, lm, add_generation_prompt=False)
+
+        def has_room(tokens: int) -> bool:
+            size = tokens * lm.geometry.features_per_token * lm.dtype.itemsize
+            return self._sessions.num_bytes + size <= self._sessions.max_bytes
+
+        return Ahead(name, self._switch, prepare, self._keep, self._is_busy, has_room)
 
     def _in_pauses(self, name: str) -> Callable[[], float | None] | None:
         """Return what one model's worker does in pauses: first what makes the next switch cheap, then what makes it exact."""
@@ -157,7 +167,7 @@ class LocalEngine:
         prompt = await asyncio.to_thread(self._read, request, side.lm)
         sampling = clipped(request.sampling, len(prompt.reading), side.lm.geometry.max_positions)
         schema = sampling.json_schema
-        form = None if schema is None else await asyncio.to_thread(form_of, schema, side.lm)
+        form = None if schema is None else await self._form(schema, side.lm)
 
         def job(tell: Tell) -> Job:
             return Job(
@@ -177,6 +187,10 @@ class LocalEngine:
                 if isinstance(event, Done):
                     self._look_ahead(request, said)
                 yield event
+
+    async def _form(self, schema: str, lm: LanguageModel) -> Form:
+        """Prepare a schema, one at a time: some take seconds, and nobody else's request shall wait for a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._forming, form_of, schema, lm)
 
     async def _together(self, request: Request, help_: Help, asked: float) -> AsyncGenerator[Event, None]:
         """Let one model answer with single tokens of another. Raises `NoHelp` where that one can't read the prompt."""
@@ -277,6 +291,7 @@ class LocalEngine:
         until = time.monotonic() + timeout_s
         while time.monotonic() < until and (self._relays or self._is_busy()):
             await asyncio.sleep(POLL_S)
+        self._forming.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*(asyncio.to_thread(lane.stop, STOP_S) for lane in self._lanes.values()))
         if self._shelf:
             await asyncio.to_thread(self._shelf.close, self._sessions.all(), SAVE_S)

@@ -18,7 +18,7 @@ from kvlingo.cache import can_cut, fork, truncate
 from kvlingo.calibration import handoff_cost, read_cost
 from kvlingo.cost import HandoffCost, Rates, TargetCost, handoff_flops, handoff_s, pass_flops, pass_s
 from kvlingo.errors import KVLingoError, UnsupportedCache
-from kvlingo.handoff import Conversation, HandOff, ModelState, hand_off, read_conversation
+from kvlingo.handoff import Conversation, HandOff, ModelState, hand_off, read_conversation, refuse_target
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import HandoffPlan, SpanKind, reprefill_plan
 from kvlingo.reading import Reading, first_tokens
@@ -211,8 +211,13 @@ class Switch:
         """Return what a request for this would be translated from, and what the target holds; None where it would not be.
 
         What was begun is gone on with, however little is new: else each turn would leave the next switch more to read.
+        Raises `UnsupportedCache` where the target can't take so many tokens in parts.
         """
-        target = self._sides[prompt.request.model]
+        target, tokens = self._sides[prompt.request.model], len(prompt.reading)
+        limit = target.lm.geometry.max_positions
+        if limit is not None and tokens >= limit:
+            return None
+        refuse_target(target.lm, tokens)
         own = self._own(prompt, target)
         native = own.tokens if own else 0
         offers, _ = self._offers(prompt, target, native)
