@@ -81,9 +81,9 @@ class DemoPlan:
 
 FULL = DemoPlan(
     both_ways=True,
-    fit=FitOptions(tokens=25_000, held_out_examples=6, dampings=(1e-1, 1e-2, 1e-3)),
-    distill=DistillOptions(minutes=1.5, context_tokens=(64, 128, 192, 256), judged_examples=8, judged_context=(192,)),
-    evaluation=EvaluationOptions(documents=16, passkeys=8, attention_documents=4),
+    fit=FitOptions(tokens=20_000, held_out_examples=6, dampings=(1e-1, 1e-2, 1e-3)),
+    distill=DistillOptions(minutes=1.25, context_tokens=(64, 128, 192, 256), judged_examples=8, judged_context=(192,)),
+    evaluation=EvaluationOptions(documents=12, passkeys=6, attention_documents=4),
     timed_tokens=(512, 1024, 2048),
     repeats=3,
 )

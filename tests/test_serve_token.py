@@ -443,3 +443,13 @@ def test_over_http_the_alias_answers_and_parts_are_told() -> None:
     assert all(part["completion_tokens"] for part in ours["parts"])
     count = [[part["completion_tokens"] for part in said["parts"]] for said in (ours, streamed)]
     assert count[0] == count[1]
+
+
+def test_a_penalty_is_for_the_whole_answer_so_one_model_says_it() -> None:
+    """Each model's sampler counts what it chose itself: what the other said would go unpunished."""
+    with twin_engine() as (engine, lm):
+        for field in ("presence_penalty", "frequency_penalty"):
+            request = request_for(lm, "a", PROMPT, help=Help("b", 1.0))
+            punished = replace(request, sampling=replace(request.sampling, **{field: 1.5}))
+            with pytest.raises(NoHelp, match="presence_penalty"):
+                ask(engine, punished)
