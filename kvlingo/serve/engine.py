@@ -212,7 +212,9 @@ class LocalEngine:
             if request.sampling.json_schema is not None:
                 raise Unsupported("response_format", "two models can't keep to one form")
             if request.sampling.presence_penalty or request.sampling.frequency_penalty:
-                raise Unsupported("presence_penalty, frequency_penalty", "each of two models counts its own tokens only")
+                raise Unsupported(
+                    "presence_penalty, frequency_penalty", "each of two models counts its own tokens only"
+                )
             prompts[help_.model] = self._read(replace(request, model=help_.model), sides[1].lm)
         except (TooLong, Unsupported) as error:
             raise NoHelp(help_.model, error) from error
