@@ -197,17 +197,17 @@ class Folded:
     """
 
     parts: tuple[Tensor, ...]
-    versions: tuple[int, ...]
+    states: tuple[tuple[int, int], ...]
     weight: Tensor
 
     def is_of(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> bool:
         """Tell whether these parts, as they are now, give this weight in this dtype. An edit through `.data` is not seen."""
         same = all(mine is theirs for mine, theirs in zip(self.parts, parts, strict=True))
-        return same and self.versions == _versions(parts) and self.weight.dtype == dtype
+        return same and self.states == _states(parts) and self.weight.dtype == dtype
 
 
-def _versions(parts: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(part._version for part in parts)
+def _states(parts: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    return tuple((part.data_ptr(), part._version) for part in parts)
 
 
 class LayerMap(nn.Module):
@@ -284,7 +284,7 @@ class LayerMap(nn.Module):
         wanted = torch.bfloat16 if is_short else dtype
         if self._folded is None or not self._folded.is_of(parts, wanted):
             weight = (linear.weight / self.feature_scale[:, None]).detach().to(wanted)
-            self._folded = Folded(parts, _versions(parts), weight)
+            self._folded = Folded(parts, _states(parts), weight)
         return self._folded
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
