@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from kvlingo.alignment import TokenizerRelation, tokenizer_relation
+from kvlingo.calibration import map_weights
 from kvlingo.cost import TargetCost, break_even_tokens, handoff_flops, pass_flops
 from kvlingo.errors import UnsupportedModel
 from kvlingo.language_model import LanguageModel
@@ -38,7 +39,7 @@ def describe_pair(source_name: str, target_name: str) -> dict[str, Any]:
     """
     source, target, options, config = outlined(source_name, target_name)
     cost = cost_of(target)
-    maps = map_weights(config)
+    maps = weights_of(config)
     return {
         "supported": True,
         "checked_at_load": CHECKED_AT_LOAD,
@@ -84,7 +85,7 @@ def plan_traffic(source_name: str, target_name: str, traffic: Traffic, accelerat
     """Estimate what hand-overs from one model to the other are worth. Raises as `describe_pair`."""
     source, target, _, config = outlined(source_name, target_name)
     widths = [layer.width for layer in target.geometry.layers]
-    answering = Target(cost_of(target), map_weights(config), widths)
+    answering = Target(cost_of(target), weights_of(config), widths)
     return {"source": source.name, "target": target.name, **estimate(answering, traffic, accelerator)}
 
 
@@ -132,11 +133,7 @@ def relation_of(source: Outline, target: Outline) -> str:
     return str(tokenizer_relation(source.load_tokenizer(), target.load_tokenizer()))
 
 
-def map_weights(config: TranslatorConfig) -> list[int]:
-    """Return the number of weights of each target layer's map; 0 where a layer has none."""
+def weights_of(config: TranslatorConfig) -> list[int]:
+    """Return the number of weights of each target layer's map without making it; 0 where a layer has none."""
     with torch.device("meta"):
-        maps = Translator(config).maps
-    return [
-        sum(p.numel() for p in maps[str(layer)].parameters()) if str(layer) in maps else 0
-        for layer in range(len(config.target))
-    ]
+        return map_weights(Translator(config))
