@@ -36,7 +36,7 @@ from kvlingo.shapes import FitOptions, base_config, choose_map, source_free, tex
 from kvlingo.sheets import print_conversation, print_report, print_times
 from kvlingo.store import save_report
 from kvlingo.texts import Document, Split, default_documents, split_documents
-from kvlingo.timing import time_to_first_token
+from kvlingo.timing import give_back_memory, time_to_first_token
 from kvlingo.translator import Translator
 from kvlingo.workplace import TextsSeen, digest, remember_models, reserve, save_fitted
 
@@ -118,6 +118,7 @@ class Clock:
         started = time.monotonic()
         self.tell(f"{name} …")
         yield
+        give_back_memory()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
 
 

@@ -6,6 +6,7 @@ Knows models and hand-overs. Both ways are timed in one process, in turn, from t
 from __future__ import annotations
 
 import ctypes
+import gc
 import statistics
 import sys
 import time
@@ -121,14 +122,23 @@ def forget_peak() -> bool:
 
     What was freed and is kept for later would be taken again without a trace: it is given back first.
     """
-    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if give_back is not None:
-        give_back(0)
+    give_back_memory()
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         return False
     return True
+
+
+def give_back_memory() -> None:
+    """Let the C library give freed memory back to the system where it can be asked to (glibc).
+
+    Between stages that need memory of other sizes it keeps gigabytes otherwise, in pieces that fit nothing.
+    """
+    gc.collect()
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if give_back is not None:
+        give_back(0)
 
 
 def resident_bytes(name: str) -> int | None:
