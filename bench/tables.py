@@ -175,17 +175,21 @@ def speed() -> str:
     if not records:
         return "Not measured yet.\n"
     lines = [
-        "| pair, maps | tokens | re-prefill, ms | warm, ms | cold, ms | decode step, ms | warm | cold | apply ÷ GEMM rate |",
-        "|---|---|---|---|---|---|---|---|---|",
+        (
+            "| pair, maps | tokens | re-prefill, ms | warm, ms | cold, ms | ahead, ms | decode step, ms "
+            "| warm | cold | ahead | apply ÷ GEMM rate |"
+        ),
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    names = ("reprefill", "translate_warm", "translate_cold", "decode_step")
+    names = ("reprefill", "translate_warm", "translate_cold", "translate_ahead", "decode_step")
+    ratios = ("speedup_warm", "speedup_cold", "speedup_ahead")
     for record in records:
         maps, pair = record["maps"], record["pair"]
         rank = f", rank {maps['rank']}" if maps["rank"] else ""
         label = f"{pair['source']} → {pair['target']}, {maps['kind']}{rank}"
         for row in record["lengths"]:
             cells = [speed_cell(row["arms"].get(name)) for name in names]
-            cells += ["–" if row[name] is None else f"{row[name]:.1f}×" for name in ("speedup_warm", "speedup_cold")]
+            cells += ["–" if row[name] is None else f"{row[name]:.1f}×" for name in ratios]
             lines.append(
                 f"| {label} | {row['tokens']:,} | {' | '.join(cells)} | {row['apply']['share_of_gemm_rate']:.0%} |"
             )

@@ -7,14 +7,14 @@ its `prepare` does is not timed, everything in `run` is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlingo.alignment import align
-from kvlingo.cache import fork, full_cache, native_cache, owning_layers
+from kvlingo.cache import first_of, fork, full_cache, native_cache, owning_layers
 from kvlingo.errors import BadInput
 from kvlingo.handoff import (
     WHY_READ,
@@ -69,6 +69,7 @@ class Case:
         source_state: what the source has read.
         older: the target's cache of all but the last `new` tokens.
         nearly: the target's cache of all but the last token.
+        ahead: what the target holds where everything but the tail was translated before it was asked for.
         was_read: whether the caches were read; they are filled at random otherwise, which takes as long to go on from.
     """
 
@@ -80,6 +81,7 @@ class Case:
     source_state: ModelState
     older: Any
     nearly: Any
+    ahead: ModelState | None
     new: int
     was_read: bool
 
@@ -94,7 +96,9 @@ class Case:
         reading = self.reading or read_conversation(self.conversation, target, add_generation_prompt=True)
         return target.ids(reading.ids)
 
-    def hand(self, translator: Translator, state: ModelState | None) -> HandOff:
+    def hand(
+        self, translator: Translator, state: ModelState | None, *, target_state: ModelState | None = None
+    ) -> HandOff:
         """Hand the conversation over; without a state the source reads it first."""
         if state is None and self.reading is not None:
             state = state_of(self.reading, read_whole(self.pair.source, self.reading))
@@ -106,6 +110,7 @@ class Case:
             sink=self.dial.sink,
             tail=self.dial.tail,
             source_state=state,
+            target_state=target_state,
             reading=self.reading,
         )
 
@@ -148,13 +153,21 @@ def stage(pair: Pair, length: int, dial: Dial, *, really_read: bool, seed: int =
         state_of(source_reading, source_cache),
         older,
         nearly,
+        None,
         new,
         really_read,
     )
-    fallback = case.hand(pair.translator, case.source_state).plan.fallback
-    if fallback:
-        raise BadInput(f"{source.name} → {target.name} can't be timed: {' '.join(fallback.split())}")
-    return case
+    handed = case.hand(pair.translator, case.source_state)
+    if handed.plan.fallback:
+        raise BadInput(f"{source.name} → {target.name} can't be timed: {' '.join(handed.plan.fallback.split())}")
+    return replace(case, ahead=before_tail(target, handed))
+
+
+def before_tail(target: LanguageModel, handed: HandOff) -> ModelState:
+    """Return what the target held before it read its tail."""
+    stop, lm = handed.plan.translated[1], target
+    cache = first_of(handed.state.cache, stop, lm.geometry, lm.model.config)
+    return replace(handed.state, reading=first_tokens(handed.state.reading, stop), cache=cache)
 
 
 def random_reading(pair: Pair, tokens: int, seed: int) -> Reading:
@@ -232,6 +245,11 @@ def translate_warm(case: Case, _: int | None) -> Arm:
     return Arm(lambda _: logits_of(case.hand(case.pair.translator, case.source_state)))
 
 
+def translate_ahead(case: Case, _: int | None) -> Arm:
+    """Go on from what was translated while nobody asked for it; the tail is left to read."""
+    return Arm(lambda _: logits_of(case.hand(case.pair.translator, case.source_state, target_state=case.ahead)))
+
+
 def source_and_translate(case: Case, _: int | None) -> Arm:
     """Let the source read first: what a first contact costs."""
     return Arm(lambda _: logits_of(case.hand(case.pair.translator, None)))
@@ -252,12 +270,13 @@ def logits_of(handed: HandOff) -> Tensor:
     return handed.logits
 
 
-# A new way (translating ahead, say) is a function here and a line in this table; `Forecast.arms` says what it should cost.
+# A new way is a function here and a line in this table; `Forecast.arms` says what it should cost.
 ARMS: dict[str, Callable[[Case, int | None], Arm]] = {
     "reprefill": reprefill,
     "reprefill_delta": reprefill_delta,
     "translate_cold": translate_cold,
     "translate_warm": translate_warm,
+    "translate_ahead": translate_ahead,
     "source_and_translate": source_and_translate,
     "decode_step": decode_step,
 }

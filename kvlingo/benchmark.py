@@ -383,6 +383,7 @@ def speedups(arms: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         "speedup_warm": over("translate_warm"),
         "speedup_cold": over("translate_cold"),
+        "speedup_ahead": over("translate_ahead"),
         "speedup_from": None if again is None else "measured" if again["measured"] else "predicted re-prefill",
     }
 

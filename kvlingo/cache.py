@@ -442,6 +442,44 @@ def truncate(cache: Any, tokens: int, geometry: Geometry, config: Any) -> Dynami
 REBINDING_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, RecordingLayer)
 
 
+def append_kv(cache: Any, kv: KV, rotary: Rotary, geometry: Geometry, config: Any) -> None:
+    """Append tokens to a dynamic cache of one row, as if the model had read them; the cache grows in place.
+
+    Where a layer of `kv` holds its last tokens only, what the cache had before has left that layer's window and goes. An empty
+    cache is filled as `write_cache` does.
+    """
+    before = int(cache.get_seq_length())
+    tokens, fresh = before + kv.tokens, native_cache(config)
+    rotary, positions = rotary.for_one_pass(), dict[tuple[int, torch.device], Tensor]()
+    for index, (place, shape) in enumerate(zip(geometry.cache_layers, geometry.layers, strict=True)):
+        held, needed = kv.held(index), min(tokens - shape.first_held(tokens), kv.tokens)
+        if held < needed:
+            raise UnsupportedCache(
+                f"layer {index} needs the last {needed} of {kv.tokens} tokens, got {held}; re-prefill"
+            )
+        device = kv.keys[index].device
+        at = positions.setdefault((held, device), torch.arange(tokens - held, tokens, device=device))
+        keys, values = rotary.apply(kv.keys[index], kv.values[index], index, at)
+        if held == kv.tokens and before and cache.layers[place].get_seq_length() == before:
+            cache.layers[place].update(keys, values)
+            continue
+        cache.layers[place] = fresh.layers[place]
+        if held:
+            _fill(_recording(cache, place), keys, values, tokens)
+
+
+def first_of(cache: Any, tokens: int, geometry: Geometry, config: Any) -> Any:
+    """Return a cache that goes on by itself from the first `tokens` tokens; the old one stays as it is.
+
+    Its sliding layers keep what leaves their window. Shares what can be shared if nothing is to be cut off. Raises
+    `UnsupportedCache` as `truncate` does.
+    """
+    whole = tokens == int(cache.get_seq_length()) and not getattr(cache, "offloading", False)
+    if whole and all(type(layer) in (DynamicLayer, RecordingLayer) for layer in cache.layers):
+        return fork(cache)
+    return truncate(cache, tokens, geometry, config)
+
+
 def fork(cache: Any) -> Any:
     """Return a cache that goes on by itself from the same tokens; the old one stays as it is.
 

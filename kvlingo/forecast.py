@@ -73,6 +73,7 @@ class Forecast:
             "reprefill_delta": reading(self.target, self.target_reading, new, after=tokens - new),
             "translate_cold": warm + Work(0.0, self.maps_bytes, self.load_s),
             "translate_warm": warm,
+            "translate_ahead": reading(self.target, self.target_reading, self.tail, after=max(tokens - self.tail, 0)),
             "source_and_translate": reading(self.source, self.source_reading, tokens) + warm,
             "decode_step": reading(self.target, self.target_reading, 1, after=tokens - 1),
         }

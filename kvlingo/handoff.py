@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvlingo.alignment import align
 from kvlingo.batches import prefill_batch, side_by_side
-from kvlingo.cache import KV, concat, read_cache, take_row, write_cache
+from kvlingo.cache import KV, append_kv, concat, first_of, native_cache, read_cache, take_row, write_cache
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.language_model import LanguageModel, cache_devices, native_layers, prefill, read, read_sinks
 from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan
@@ -51,28 +51,64 @@ def assemble(
         prefix = read(target, ids[:start])
     if start == stop:
         return prefix if prefix is not None else empty_kv(target)
+    middle = translate(plan, target, translator, source_kv, alignment, ids, first_layers=first_layers)
+    if prefix is None or not start:
+        return middle
+    before = prefix if prefix.tokens == start else prefix.narrow(0, start)
+    return concat([before.to(target.device, target.dtype), middle])
+
+
+def translate(
+    plan: HandoffPlan,
+    target: LanguageModel,
+    translator: Translator,
+    source_kv: KV | None,
+    alignment: Tensor,
+    ids: Tensor,
+    *,
+    first_layers: KV | None = None,
+) -> KV:
+    """Make the target's KV of the plan's translated tokens alone. Arguments as for `assemble`."""
+    start, stop = plan.translated
     device, dtype = _place_of(translator)
     embeddings = None
     if translator.config.reads_text:
-        embeddings = embedded(lambda distinct: target.embed(distinct).to(device, dtype), ids)
-    exact = exact_layers(plan, translator)
-    if first_layers is None and exact:
-        with torch.no_grad():
-            first_layers = native_layers(target, ids[:stop], exact)
-    native = None if first_layers is None or not exact else _first(first_layers, exact).narrow(start, stop)
-    middle = translator(
+        embeddings = embedded(lambda distinct: target.embed(distinct).to(device, dtype), ids[:stop])
+    return translator(
         source_kv.to(device, dtype) if source_kv is not None else None,
         alignment[start:stop],
         embeddings,
         start=start,
         skip=not_held(plan, target),
-        native=native.to(device, dtype) if native is not None else None,
+        native=exact_kv(plan, target, translator, ids, first_layers, device, dtype),
         rounded=target.dtype,
     ).to(target.device, target.dtype)
-    if prefix is None or not start:
-        return middle
-    before = prefix if prefix.tokens == start else prefix.narrow(0, start)
-    return concat([before.to(target.device, target.dtype), middle])
+
+
+def exact_kv(
+    plan: HandoffPlan,
+    target: LanguageModel,
+    translator: Translator,
+    ids: Tensor,
+    first_layers: KV | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> KV | None:
+    """Return the translated tokens' KV of the layers that the target computes itself; None where there are none.
+
+    Layer 0 depends on each token alone, so that what comes before the translated tokens need not be read for it.
+    """
+    start, stop = plan.translated
+    exact = exact_layers(plan, translator)
+    if not exact:
+        return None
+    if first_layers is not None:
+        found = _first(first_layers, exact).narrow(start, stop)
+    else:
+        first = start if exact == 1 else 0
+        with torch.no_grad():
+            found = native_layers(target, ids[first:stop], exact).narrow(start - first, stop - first)
+    return found.to(device, dtype)
 
 
 def exact_layers(plan: HandoffPlan, translator: Translator) -> int:
@@ -346,14 +382,12 @@ def carry_out(
     `opening`: how many first tokens are those of many conversations (`Reading.opening`).
     """
     tokens, start, stop = plan.tokens, *plan.translated
-    prefix = None
     try:
         refuse_target(target, tokens)
-        prefix = native_prefix(plan, target, target_state)
+        cache = native_cache_of(plan, target, target_state)
         if start == stop:
-            return plan, None if prefix is None else target_cache(target, prefix)
-        if start and (prefix is None or prefix.tokens < start):
-            prefix = extend(target, prefix, ids[:start], opening=opening)
+            return plan, cache
+        cache = extend(target, cache, ids[:start], opening=opening)
         source_kv, offset = None, 0
         if translator.config.reads_source:
             refuse_changed_angles(source, source_state.cache.get_seq_length())
@@ -373,8 +407,10 @@ def carry_out(
                     source_state.cache.get_seq_length(),
                 ),
             )
-        kv = assemble(plan, target, translator, source_kv, alignment - offset, ids, prefix=prefix)
-        return plan, target_cache(target, kv)
+        middle = translate(plan, target, translator, source_kv, alignment - offset, ids)
+        placed = middle.place(cache_devices(target))
+        append_kv(cache, placed, target.rotary, target.geometry, target.model.config)
+        return plan, cache
     except UnsupportedCache as error:
         # Whatever could not be read is read again by the target: slower, never wrong, and the plan says so.
         return reprefill_plan(tokens, str(error)), None
@@ -410,19 +446,20 @@ def common_prefix(state: ModelState | None, reading: Reading) -> int:
     return next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), held)
 
 
-def native_prefix(plan: HandoffPlan, target: LanguageModel, state: ModelState | None) -> KV | None:
-    """Return the target's own KV of the plan's native span."""
-    native = sum(len(s) for s in plan.spans if s.kind == "native")
+def native_cache_of(plan: HandoffPlan, target: LanguageModel, state: ModelState | None) -> Any:
+    """Return a cache of the plan's native span, which the target goes on from; None where there is no such span."""
+    native = plan.count(SpanKind.NATIVE)
     if state is None or not native:
         return None
     refuse_changed_angles(target, int(state.cache.get_seq_length()))
-    return read_cache(state.cache, target.rotary, target.geometry, stop=native, partial=True)
+    return first_of(state.cache, native, target.geometry, target.model.config)
 
 
-def extend(target: LanguageModel, prefix: KV | None, ids: Tensor, *, opening: int = 0) -> KV:
-    """Return exact KV of `ids`, of which `prefix` holds the first tokens; `opening` as for `read_sinks`."""
-    if prefix is None:
-        return read_sinks(target, ids, opening=opening)
-    cache = target_cache(target, prefix)
-    prefill(target, ids[prefix.tokens :], cache=cache)
-    return read_cache(cache, target.rotary, target.geometry, partial=True)
+def extend(target: LanguageModel, cache: Any, ids: Tensor, *, opening: int = 0) -> Any:
+    """Return an exact cache of `ids`, of which `cache` holds the first tokens; `opening` as for `read_sinks`."""
+    if not len(ids):
+        return native_cache(target.model.config)
+    if cache is None:
+        return target_cache(target, read_sinks(target, ids, opening=opening))
+    held = int(cache.get_seq_length())
+    return prefill(target, ids[held:], cache=cache).cache if held < len(ids) else cache

@@ -106,13 +106,13 @@ def print_benchmark(record: Mapping[str, Any], console: Console) -> None:
     say(console, f"{where}, {record['dtype']}, attention {record['attention']}, torch {card['torch']}")
     names = list(record["lengths"][0]["arms"])
     times = empty("tokens", *(f"{name.replace('_', ' ')}, ms" for name in names))
-    ratios = empty("tokens", "warm", "cold", "beside", "apply, share of the machine's GEMM rate")
+    ratios = empty("tokens", "warm", "cold", "ahead", "beside", "apply, share of the machine's GEMM rate")
     for row in record["lengths"]:
         times.add_row(f"{row['tokens']:,}", *(time_cell(row["arms"][name]) for name in names))
         again = row["speedup_from"] or "–"
         ratios.add_row(
             f"{row['tokens']:,}",
-            *(times_cell(row[name]) for name in ("speedup_warm", "speedup_cold")),
+            *(times_cell(row[name]) for name in ("speedup_warm", "speedup_cold", "speedup_ahead")),
             again if again == "predicted re-prefill" else "measured re-prefill" if again == "measured" else again,
             f"{row['apply']['share_of_gemm_rate']:.0%}",
         )

@@ -251,6 +251,7 @@ ROW = record_of(
         },
         "speedup_warm": MAYBE,
         "speedup_cold": MAYBE,
+        "speedup_ahead": MAYBE,
         "speedup_from": {"enum": ["measured", "predicted re-prefill", None]},
         "apply": record_of(
             {
@@ -427,12 +428,13 @@ def test_a_table_marks_what_was_predicted(tmp_path: Path, monkeypatch: pytest.Mo
                 },
                 "speedup_warm": 20.0,
                 "speedup_cold": None,
+                "speedup_ahead": None,
                 "apply": {"share_of_gemm_rate": 0.7},
             }
         ],
     }
     (tmp_path / "speed-x.json").write_text(json.dumps(record))
-    assert "| A → B, full, rank 8 | 9,000 | ~1,000 | 50 | – | – | 20.0× | – | 70% |" in tables.speed()
+    assert "| A → B, full, rank 8 | 9,000 | ~1,000 | 50 | – | – | – | 20.0× | – | – | 70% |" in tables.speed()
     assert "float32 on a CPU" in tables.speed()
 
 

@@ -132,6 +132,50 @@ def test_of_one_conversation_only_the_latest_waits_and_there_is_an_end_to_it(mon
     assert work.counts["ahead_abandoned"] == 2, "one was overtaken by its next turn, one had no place"
 
 
+def test_a_busy_tenant_pushes_out_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "MOST_WAITING", 3)
+    work = Ahead("b", None, lambda r: prompt_of(r, LM), lambda *_: None, lambda: False)  # type: ignore[arg-type]
+    for tenant, name in (("one", "1"), ("two", "2"), ("two", "3"), ("two", "4"), ("two", "5")):
+        work.put(replace(request_for(LM, "b", FIRST), tenant=tenant, conversation=name))
+    assert [place.conversation for place, _ in work._waiting] == ["1", "4", "5"]
+
+
+def test_who_has_answered_itself_needs_nothing_made_ready() -> None:
+    work = Ahead("b", None, lambda r: prompt_of(r, LM), lambda *_: None, lambda: False)  # type: ignore[arg-type]
+    work.put(request_for(LM, "b", [*FIRST, assistant("a draft")]))
+    work.forget(request_for(LM, "b", [user("something else")]))
+    assert len(work._waiting) == 1
+    work.forget(request_for(LM, "b", FIRST))
+    assert not len(work._waiting)
+    assert work.do_a_piece() is None
+
+
+def test_a_conversation_that_has_gone_on_is_left_and_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made of the turn before is kept, and only the rest is made for the next one."""
+    monkeypatch.setattr(ahead, "PIECE_TOKENS", 20)
+    monkeypatch.setattr(ahead, "LEAST_TOKENS", 12)
+    with twin_engine("llama", ahead=False, rule=ALWAYS) as (engine, lm):
+        (said,) = ask(engine, request_for(lm, "a", FIRST))
+        work = engine._ahead_of("b")
+        messages = [*FIRST, assistant(said.text)]
+        work.put(request_for(lm, "b", messages))
+        for _ in range(3):
+            assert work.do_a_piece() == 0.0
+        assert work.counts["ahead_tokens"] == 40
+        messages += [QUESTION, assistant("so")]
+        work.put(request_for(lm, "b", messages))
+        assert work.do_a_piece() == 0.0
+        assert work.counts["ahead_abandoned"] == 1
+        while work.do_a_piece() is not None:
+            pass
+        assert work.counts["ahead_done"] == 1
+        whole = len(prompt_of(request_for(lm, "b", messages), lm, add_generation_prompt=False).reading)
+        assert work.counts["ahead_tokens"] == whole, "no token twice"
+        (found,) = ask(engine, request_for(lm, "b", [*messages, QUESTION]))
+        assert found.begun.prompt_tokens - found.begun.native_tokens < 40
+        assert found.ids == cold_ids(lm, [*messages, QUESTION])
+
+
 def test_the_answer_becomes_part_of_what_is_asked_next() -> None:
     chat = answered(replace(request_for(LM, "a", FIRST), dial=Dial("reprefill", tail=9)), "yes", "b")
     assert chat.model == "b"

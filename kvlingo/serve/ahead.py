@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvlingo.errors import KVLingoError
@@ -42,10 +42,63 @@ def answered(request: Request, text: str, target: str) -> Request:
     return replace(request, model=target, prompt=(*request.prompt, said), dial=Dial())
 
 
+Key = tuple[Place, str]
+
+
+class _Waiting:
+    """What is to be made ready, the latest of each conversation; where it grows too long, the busiest tenant gives way."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[Key, Request] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __contains__(self, key: Key) -> bool:
+        with self._lock:
+            return key in self._requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Key]:
+        with self._lock:
+            return iter(list(self._requests))
+
+    def put(self, key: Key, request: Request) -> int:
+        """Add a conversation's latest; return how many others had to go."""
+        with self._lock:
+            gone = int(self._requests.pop(key, None) is not None)
+            self._requests[key] = request
+            if len(self._requests) > MOST_WAITING:
+                tenants = Counter(place.tenant for place, _ in self._requests)
+                busiest = max(tenants, key=lambda tenant: tenants[tenant])
+                oldest = next(k for k in self._requests if k[0].tenant == busiest)
+                del self._requests[oldest]
+                gone += 1
+            return gone
+
+    def drop(self, place: Place, beginning: Sequence[Message] | str) -> int:
+        """Forget all that begins so; return how many that were."""
+        with self._lock:
+            gone = [
+                key
+                for key, request in self._requests.items()
+                if key[0] == place and request.prompt[: len(beginning)] == beginning
+            ]
+            for key in gone:
+                del self._requests[key]
+            return len(gone)
+
+    def take(self) -> tuple[Key, Request] | None:
+        """Return the latest of all, which then no longer waits."""
+        with self._lock:
+            return self._requests.popitem() if self._requests else None
+
+
 @dataclass
 class _Work:
     """A conversation on its way; `state` is what the target holds of it by now."""
 
+    key: Key
     prompt: Prompt
     offer: Offer
     state: ModelState | None
@@ -75,25 +128,25 @@ class Ahead:
         self.name, self.counts = name, Counter[str](dict.fromkeys(COUNTED, 0))
         self._switch, self._prepare, self._keep, self._busy = switch, prepare, keep, busy
         self._has_room = has_room
-        self._waiting: OrderedDict[tuple[Place, str], Request] = OrderedDict()
-        self._lock = threading.Lock()
+        self._waiting = _Waiting()
         self._work: _Work | None = None
+
+    def _key(self, request: Request) -> Key:
+        """Return what stands for a conversation: its place, and how it begins where it has no name."""
+        return Place(request.tenant, request.conversation, self.name), _beginning(request)
 
     def put(self, request: Request) -> None:
         """Note what was answered; of one conversation (told by its beginning) only the latest counts. Any thread may call."""
-        place = Place(request.tenant, request.conversation, self.name)
-        key = place, _beginning(request)
-        with self._lock:
-            self.counts["ahead_abandoned"] += key in self._waiting
-            self._waiting[key] = request
-            self._waiting.move_to_end(key)
-            if len(self._waiting) > MOST_WAITING:
-                self._waiting.popitem(last=False)
-                self.counts["ahead_abandoned"] += 1
+        self.counts["ahead_abandoned"] += self._waiting.put(self._key(request), request)
+
+    def forget(self, request: Request) -> None:
+        """Drop what goes on from a request that the target has just answered itself. Any thread may call."""
+        place, _ = self._key(request)
+        self.counts["ahead_abandoned"] += self._waiting.drop(place, request.prompt)
 
     def do_a_piece(self) -> float | None:
         """Translate up to `PIECE_TOKENS` tokens; return in how many seconds to go on, None for nothing to do."""
-        if self._work is None and not self._waiting:
+        if self._work is None and not len(self._waiting):
             return None
         if self._busy():
             return AGAIN_S
@@ -112,8 +165,10 @@ class Ahead:
         return 0.0
 
     def _begin(self) -> None:
-        with self._lock:
-            _, request = self._waiting.popitem()
+        taken = self._waiting.take()
+        if taken is None:
+            return
+        key, request = taken
         prompt = self._prepare(request)
         found = self._switch.worth_translating(prompt)
         if found is None:
@@ -122,9 +177,12 @@ class Ahead:
             self.counts["ahead_abandoned"] += 1
             return
         offer, own = found
-        self._work = _Work(prompt, offer, own.snapshot.state if own else None, own.tokens if own else 0)
+        self._work = _Work(key, prompt, offer, own.snapshot.state if own else None, own.tokens if own else 0)
 
     def _go_on(self, work: _Work) -> None:
+        if work.key in self._waiting:
+            self._stop_at(work)
+            return
         whole = len(work.prompt.reading)
         until = work.tokens + PIECE_TOKENS
         until = whole if whole - until < LEAST_TOKENS else until
@@ -140,3 +198,10 @@ class Ahead:
             self._work = None
             self._keep(work.prompt, state)
             self.counts["ahead_done"] += 1
+
+    def _stop_at(self, work: _Work) -> None:
+        """Leave a conversation that has gone on meanwhile. What was made of it is kept: its next turn begins with it."""
+        self._work = None
+        self.counts["ahead_abandoned"] += 1
+        if work.state is not None:
+            self._keep(work.prompt, work.state)

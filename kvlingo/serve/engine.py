@@ -232,7 +232,12 @@ class LocalEngine:
         return self._sides[name]
 
     def _look_ahead(self, request: Request, said: str) -> None:
-        """Let the models that may be asked next be made ready for this conversation with its answer."""
+        """Let the models that may be asked next be made ready for this conversation with its answer.
+
+        The one that has answered needs nothing made ready: not what another one answered here first, and a cascade discarded.
+        """
+        if request.model in self._ahead:
+            self._ahead[request.model].forget(request)
         for source, target in self._ways:
             if source == request.model and target in self._ahead:
                 self._ahead[target].put(answered(request, said, target))
