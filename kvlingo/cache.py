@@ -428,8 +428,8 @@ def truncate(cache: Any, tokens: int, geometry: Geometry, config: Any) -> Dynami
         lost = old.tokens - old.keys.shape[2]
         if lost > shape.first_held(tokens):
             raise UnsupportedCache(
-                f"layer {index} lost the first {lost} of {old.tokens} tokens to its window and needs those from "
-                f"{shape.first_held(tokens)} on to go back to {tokens}; re-prefill"
+                f"the first {lost} of {old.tokens} tokens of layer {index} slid out of its window, and those from "
+                f"{shape.first_held(tokens)} on are needed to go back to {tokens}; re-prefill"
             )
         keys, values = (x[:, :, : tokens - lost].clone() for x in (old.keys, old.values))
         _fill(_recording(new, place), keys, values, tokens)

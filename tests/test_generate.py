@@ -104,7 +104,7 @@ def test_a_cache_that_can_not_give_its_last_token_back_is_refused() -> None:
     lm = tiny.language_model("mistral")
     state = read_native(tiny.text_of_tokens(30), lm)
     slid = ModelState(state.reading, prefill(lm, tiny.ids_of(lm, 30)).cache, reprefill_plan(30, "x").spans)
-    with pytest.raises(UnsupportedCache, match="to its window"):
+    with pytest.raises(UnsupportedCache, match="out of its window"):
         generate_arguments(lm, slid)
     more = tiny.ids_of(lm, 31)
     assert_cold(lm, more, run_generate(lm, generate_arguments(lm, slid, more.tolist())))

@@ -162,7 +162,9 @@ def test_a_conversation_that_has_gone_on_is_left_and_gone_on_with(monkeypatch: p
         for _ in range(3):
             assert work.do_a_piece() == 0.0
         assert work.counts["ahead_tokens"] == 40
-        messages += [QUESTION, assistant("so")]
+        messages.append(QUESTION)
+        (more,) = ask(engine, request_for(lm, "a", messages))
+        messages.append(assistant(more.text))
         work.put(request_for(lm, "b", messages))
         assert work.do_a_piece() == 0.0
         assert work.counts["ahead_abandoned"] == 1
