@@ -75,14 +75,14 @@ def translate(
     if translator.config.reads_text:
         embeddings = embedded(lambda distinct: target.embed(distinct).to(device, dtype), ids[:stop])
     return translator(
-        source_kv.to(device, dtype) if source_kv is not None else None,
+        source_kv.to(device) if source_kv is not None else None,
         alignment[start:stop],
         embeddings,
         start=start,
         skip=not_held(plan, target),
         native=exact_kv(plan, target, translator, ids, first_layers, device, dtype),
         rounded=target.dtype,
-    ).to(target.device, target.dtype)
+    ).to(target.device)
 
 
 def exact_kv(
