@@ -20,10 +20,13 @@ from kvlingo.language_model import LanguageModel, read
 from kvlingo.shapes import FitOptions, base_config, candidate_blocks, feature_names
 from kvlingo.stats import GramStats, load_tensors, save_tensors
 from kvlingo.texts import Document
+from kvlingo.timing import give_back_memory
 from kvlingo.translator import TranslatorConfig, dense, feature_blocks
 
 Progress = Callable[[str, int, int], None]
 SAVE_EVERY_SECONDS = 120.0
+GIVE_BACK_EVERY = 8
+"""Texts of many lengths leave freed memory in pieces that fit none of the next: kept, it would grow with the text."""
 
 
 class Collector:
@@ -61,6 +64,8 @@ class Collector:
                     break
                 stats.add(self.blocks(example))
                 done = number
+                if number % GIVE_BACK_EVERY == 0:
+                    give_back_memory()
                 saved.maybe_save(stats, done)
                 if progress is not None:
                     progress(f"reading {what} text", min(stats.tokens, tokens), tokens)

@@ -6,7 +6,6 @@ Knows models and hand-overs. Both ways are timed in one process, in turn, from t
 from __future__ import annotations
 
 import ctypes
-import gc
 import statistics
 import sys
 import time
@@ -133,9 +132,9 @@ def forget_peak() -> bool:
 def give_back_memory() -> None:
     """Let the C library give freed memory back to the system where it can be asked to (glibc).
 
-    Between stages that need memory of other sizes it keeps gigabytes otherwise, in pieces that fit nothing.
+    Between stages that need memory of other sizes, or after many texts of other lengths, it keeps gigabytes otherwise, in pieces
+    that fit nothing.
     """
-    gc.collect()
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if give_back is not None:
         give_back(0)
