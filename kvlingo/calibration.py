@@ -28,6 +28,7 @@ from kvlingo.cost import (
     moved_bytes,
     weight_bytes,
 )
+from kvlingo.folding import product_dtype
 from kvlingo.language_model import LanguageModel, decoder_layers, first_layers
 from kvlingo.probing import decoder_of, run
 from kvlingo.timing import timed_ms
@@ -227,17 +228,19 @@ def time_products(
 ) -> tuple[float, float]:
     """Return the FLOPs of all maps' products for `tokens` tokens, and the seconds they take with nothing around them.
 
-    This is the machine's own rate at the maps' shapes, in the maps' dtype: what the apply is compared with. More than `MOST_ROWS`
-    rows are not multiplied at once: the rate no longer changes, and they would need much memory.
+    This is the machine's own rate at the maps' shapes, in the dtype that the apply's products are made in: what the apply is
+    compared with. More than `MOST_ROWS` rows are not multiplied at once: the rate no longer changes, and they would need much
+    memory.
     """
     counted = Counter(product_shapes(translator, tokens))
     weight = next(translator.parameters())
+    dtype = product_dtype(translator.maps, target.dtype)
     flops = seconds = 0.0
     for (rows, shape), times in counted.items():
         batch = shape[:-2]
         taken = min(rows, MOST_ROWS)
-        left = torch.randn(*batch, taken, shape[-2], device=weight.device, dtype=weight.dtype)
-        right = torch.randn(*shape, device=weight.device, dtype=weight.dtype)
+        left = torch.randn(*batch, taken, shape[-2], device=weight.device, dtype=dtype)
+        right = torch.randn(*shape, device=weight.device, dtype=dtype)
         flops += times * 2.0 * rows * right.numel()
         seconds += times * rows / taken * median_s(partial(torch.matmul, left, right), target, repeats)
     return flops, seconds
