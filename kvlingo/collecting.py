@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvlingo.corpus import Example, examples, require_examples
-from kvlingo.language_model import LanguageModel, read
+from kvlingo.language_model import LanguageModel, read_padded
 from kvlingo.shapes import FitOptions, base_config, candidate_blocks, feature_names
 from kvlingo.stats import GramStats, load_tensors, save_tensors
 from kvlingo.texts import Document
@@ -105,9 +105,9 @@ class Collector:
 
         Sinks are left out, and so is what the source has not read (the target's generation prompt): both are recomputed.
         """
-        source_kv = read(self.source, self.source.ids(example.source.ids))
+        source_kv = read_padded(self.source, self.source.ids(example.source.ids))
         ids = self.target.ids(example.target.ids)
-        target_kv = read(self.target, ids)
+        target_kv = read_padded(self.target, ids)
         start, stop = max(1, example.at_source_start), int((example.alignment >= 0).sum())
         alignment = example.alignment[start:stop]
         features = feature_blocks(

@@ -17,8 +17,8 @@ ORDER = re.findall(
     r"\w+",
     """
     errors files gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck
-    fingerprints language_model models outline batches pairing plan cost forecast traffic texts stats ridge features maps folding translator
-    corpus metrics handoff generation timing calibration arms
+    fingerprints language_model models outline batches pairing plan cost forecast traffic
+    texts stats ridge features maps folding translator corpus metrics handoff generation timing calibration arms
     shapes public_shapes collecting judging fitting whitening objective distillation environment report evaluation manifest
     readme store workplace assets plots progress facts jobs trials benchmark sheets demo cli
     """,

@@ -16,7 +16,7 @@ from kvlingo.fitting import fit
 from kvlingo.generation import generate, generate_batch
 from kvlingo.geometry import LayerRope
 from kvlingo.handoff import hand_off, hand_off_batch, read_native, read_native_batch
-from kvlingo.language_model import prefill, read
+from kvlingo.language_model import prefill, read, read_padded
 from kvlingo.models import load_model, wrap
 from kvlingo.outline import outline
 from kvlingo.plan import Provenance, SpanKind
@@ -68,6 +68,18 @@ def test_a_hybrid_as_a_source_is_fitted_and_hands_over(family: str) -> None:
     done = hand_off(tiny.text_of_tokens(30), source, target, fitted.translator)
     assert done.plan.fallback is None
     assert done.plan.translated == (1, 29)
+
+
+@pytest.mark.parametrize("tokens", [13, 16])
+@pytest.mark.parametrize("family", [*families.EXACT, *families.SOURCE_ONLY])
+def test_reading_on_changes_nothing_of_what_was_before(family: str, tokens: int) -> None:
+    lm = families.language_model(family)
+    ids = tiny.ids_of(lm, tokens)
+    alone, padded = read(lm, ids), read_padded(lm, ids, multiple=8)
+    within = 1e-5 if family in families.SOURCE_ONLY else families.allowed(family)
+    assert padded.tokens == tokens
+    for a, b in zip((*alone.keys, *alone.values), (*padded.keys, *padded.values), strict=True):
+        torch.testing.assert_close(a, b, atol=within, rtol=within)
 
 
 @pytest.mark.parametrize("family", families.SOURCE_ONLY)
