@@ -169,6 +169,29 @@ def gateway() -> str:
     return "\n".join(lines) + "\n"
 
 
+def load_test() -> str:
+    """Return what came of many conversations at once."""
+    record = load("load")
+    if record is None:
+        return "Not measured yet.\n"
+    turns, talk, memory, throughput = (record[key] for key in ("turns", "cross_talk", "memory", "throughput"))
+    rows = {
+        "turns, of which the client left in the middle of": f"{turns['all']:,}, {turns['gone_away']:,}",
+        "answers checked against a model that read anew, wrong": f"{talk['checked']:,}, {talk['wrong']}",
+        "requests refused or failed": f"{sum(turns['errors'].values())}",
+        "left running or waiting at the end": f"{sum(record['left'].values()):.0f}",
+        "memory over the last half, furthest from its median": f"{memory['rss_off']:.1%}",
+        "throughput, HTTP over the bare engine (lowest … highest round)": (
+            f"{throughput['ratio']:.2f} ({throughput['ratio_lowest']:.2f} … {throughput['ratio_highest']:.2f})"
+        ),
+        "waiting for a place, median and 99th percentile": (
+            f"{record['queue_ms']['p50']:,.0f} ms, {record['queue_ms']['p99']:,.0f} ms"
+        ),
+    }
+    note = f"{record['conversations']} conversations held at once, tiny models, {record['environment']['cores']} cores."
+    return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items()), "", note]) + "\n"
+
+
 def speed() -> str:
     """Return times to first token of every benchmark that was run, by pair, kind of map and length."""
     records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("speed-*.json"))]
@@ -207,7 +230,7 @@ def speed_cell(arm: dict[str, Any] | None) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (summary, quality, long_context, reverse, demo_times, memory, gateway, speed)
+    f.__name__: f for f in (summary, quality, long_context, reverse, demo_times, memory, gateway, load_test, speed)
 }
 
 
