@@ -104,6 +104,9 @@ def test_log_probabilities_are_the_models_own() -> None:
         ({"$ref": "file:///etc/hostname"}, "registry"),
         ({"not": {}}, "not"),
         ({"type": "string", "pattern": "("}, "regex"),
+        ({"const": 2**63}, "9223372036854775808, which can't"),
+        ({"const": [{"a": -(2**63)}]}, "-9223372036854775808, which can't"),  # would end the process
+        ({"anyOf": [{"properties": {f"p{i}": {} for i in range(401)}}]}, "401 optional properties"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -111,6 +114,24 @@ def test_what_can_not_be_forced_is_refused(schema: Any, words: str) -> None:
     with pytest.raises(Unsupported, match=words) as refused:
         form_of(json.dumps(schema), LM)
     assert refused.value.param == "response_format"
+
+
+@needs_llguidance
+def test_the_most_that_can_be_forced_is_forced() -> None:
+    names = [f"p{i}" for i in range(800)]
+    schema = {"type": "object", "properties": {n: {"const": -(2**62)} for n in names}, "required": names[400:]}
+    form = form_of(json.dumps(schema), LM)
+    for character in '{"p399":-4611686018427387904,"p400"':
+        (token,) = LM.tokenizer(character, add_special_tokens=False)["input_ids"]
+        assert form.allowed()[token], character
+        form.take(token)
+
+
+@needs_llguidance
+def test_a_model_that_never_ends_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "end_ids", lambda _: frozenset())
+    with pytest.raises(Unsupported, match="no token that ends"):
+        form_of(json.dumps({"type": "string"}), LM)
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvlingo.errors import BadInput
-from kvlingo.serve.protocol import Piece, Sampling
+from kvlingo.serve.protocol import Piece, Sampling, Unsupported
 from kvlingo.serve.sampling import Speech, StopText, TextStream, adjust, check, distribution
 from tests import tiny
 
@@ -85,7 +85,6 @@ def test_bias_and_penalties() -> None:
         Sampling(1, top_k=0),
         Sampling(1, min_p=2),
         Sampling(1, stop=("",)),
-        Sampling(1, logit_bias={99: 1.0}),
     ],
     ids=str,
 )
@@ -93,6 +92,13 @@ def test_what_cannot_be_sampled_with_is_refused(sampling: Sampling) -> None:
     check(Sampling(1), 9)
     with pytest.raises(BadInput):
         check(sampling, 9)
+
+
+def test_a_bias_for_a_token_that_is_not_there_is_refused_by_its_name() -> None:
+    check(Sampling(1, logit_bias={8: 1.0}), 9)
+    with pytest.raises(Unsupported, match="token 9, the model has 9") as refused:
+        check(Sampling(1, logit_bias={9: 1.0}), 9)
+    assert refused.value.param == "logit_bias"
 
 
 # --- text ------------------------------------------------------------------------------------------------------------

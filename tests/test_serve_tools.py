@@ -165,7 +165,17 @@ def test_text_does_not_wait_for_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "3", '{"name": ""}', '{"name": 3}', '{"name": "f", "arguments": []}', "[" * 99999]
+    "text",
+    [
+        "[]",
+        "3",
+        '{"name": ""}',
+        '{"name": 3}',
+        '{"name": "f", "arguments": []}',
+        '{"name": "f", "arguments": {"x": NaN}}',
+        '{"name": "f", "arguments": {"x": [-Infinity]}}',
+        "[" * 99999,
+    ],
 )
 def test_what_is_no_call(text: str) -> None:
     assert call_of(text) is None

@@ -68,6 +68,26 @@ def test_a_request_is_one_span_without_its_words(stream: bool) -> None:
         assert word not in span.to_json()
 
 
+@pytest.mark.parametrize(
+    ("headers", "kept_state"),
+    [
+        ({"traceparent": PARENT, "tracestate": "a=1, b@c=x y"}, {"a": "1", "b@c": "x y"}),
+        ({"traceparent": PARENT, "tracestate": f"no member: {SECRET}"}, {}),
+        ({"traceparent": PARENT, "tracestate": "a=" + "x" * 9999}, {}),
+        ({"traceparent": f"{PARENT} {SECRET}"}, None),
+    ],
+)
+def test_what_is_no_trace_of_the_clients_is_left_out_and_not_logged(
+    headers: dict[str, str], kept_state: dict[str, str] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with traced() as (url, kept):
+        assert httpx.post(f"{url}{CHAT}", json=body(), headers=headers).status_code == 200
+    (span,) = kept.get_finished_spans()
+    assert (None if span.parent is None else dict(span.parent.trace_state)) == kept_state
+    assert SECRET not in caplog.text
+    assert "xxxx" not in caplog.text
+
+
 def test_failures_and_refusals_are_told_by_kind() -> None:
     with traced(error=RuntimeError(SECRET)) as (url, kept):
         assert httpx.post(f"{url}{CHAT}", json=body()).status_code == 500

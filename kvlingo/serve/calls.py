@@ -86,7 +86,7 @@ class Calls:
 def call_of(text: str) -> Call | None:
     """Read one call, or None where it is none."""
     try:
-        value: Any = json.loads(text)
+        value: Any = json.loads(text, parse_constant=_no_json)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
@@ -95,6 +95,11 @@ def call_of(text: str) -> Call | None:
     if set(value) - {"name", "arguments"} or not isinstance(arguments, dict):
         return None
     return Call(f"call_{uuid.uuid4().hex[:24]}", value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _no_json(name: str) -> Any:
+    """Refuse NaN and Infinity: Python reads and writes them, nobody else does."""
+    raise ValueError(name)
 
 
 def _begun(text: str, mark: str) -> int:

@@ -6,6 +6,7 @@ does not force is refused: an answer that is said to keep to a schema keeps to a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 FIELD = "response_format"
 SPACES = r"[ \n\t]{0,12}"
 """White space between two parts of JSON: bounded, else a model could pad to the end of its answer."""
+LEAST_INTEGER, LARGEST_INTEGER = -(2**62), 2**63 - 1
+MOST_OPTIONAL = 400
 OPTIONS: JsonCompileOptions = {"whitespace_pattern": SPACES, "lenient": False, "coerce_one_of": False}
 """Stronger than what a schema itself may ask of the library in `x-guidance`: nothing is let go unforced."""
 
@@ -63,15 +66,51 @@ def form_of(schema: str, lm: LanguageModel) -> Form:
         raise Unsupported(FIELD, "it needs llguidance here (pip install 'kvlingo[json]')")
     from llguidance import LLMatcher
 
+    if not any(i < len(lm.tokenizer) for i in end_ids(lm)):
+        raise Unsupported(FIELD, "the model has no token that ends an answer")
     try:
+        _refuse_unforcible(schema)
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=OPTIONS)
-    except ValueError as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise Unsupported(FIELD, f"the schema can't be read: {_line(error)}") from error
     tokenizer = _tokenizer_of(lm)
     failed, told = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
     if failed or told:
         raise Unsupported(FIELD, f"the schema can't be forced: {_line(told[0])}")
     return Form(LLMatcher(tokenizer, grammar, log_level=0), len(lm.tokenizer))
+
+
+def _refuse_unforcible(schema: str) -> None:
+    """Raise `Unsupported` for what the library takes and then breaks at.
+
+    Wider integers are cut without a word, and those near the least of 64 bits end the whole process; an object of too many
+    optional properties fails at its first one.
+    """
+
+    def seen(text: str) -> int:
+        number = int(text)
+        if not LEAST_INTEGER <= number <= LARGEST_INTEGER:
+            raise Unsupported(FIELD, f"the schema has the integer {text[:40]}, which can't be forced")
+        return number
+
+    waiting: list[Any] = [json.loads(schema, parse_int=seen)]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            optional = _optional(part)
+            if optional > MOST_OPTIONAL:
+                raise Unsupported(FIELD, f"an object has {optional} optional properties, {MOST_OPTIONAL} can be forced")
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+
+
+def _optional(schema: dict[str, Any]) -> int:
+    """Return how many properties an object of this schema may lack."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict):
+        return 0
+    return len(set(properties) - set(required if isinstance(required, list) else ()))
 
 
 _tokenizers: WeakKeyDictionary[Any, tuple[int, LLTokenizer]] = WeakKeyDictionary()

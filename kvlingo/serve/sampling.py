@@ -17,7 +17,7 @@ from kvlingo.errors import BadInput
 from kvlingo.generation import check_sampling, end_ids, seeded
 from kvlingo.language_model import LanguageModel
 from kvlingo.serve.forms import Form
-from kvlingo.serve.protocol import Finish, Piece, Sampling, TokenInfo
+from kvlingo.serve.protocol import Finish, Piece, Sampling, TokenInfo, Unsupported
 from kvlingo.spelling import spelling_of
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def check(sampling: Sampling, vocabulary: int) -> None:
         raise BadInput("a stop string is empty; leave it out")
     unknown = next((i for i in sampling.logit_bias if not 0 <= i < vocabulary), None)
     if unknown is not None:
-        raise BadInput(f"logit_bias names token {unknown}, the model has {vocabulary}; leave it out")
+        raise Unsupported("logit_bias", f"it names token {unknown}, the model has {vocabulary}")
 
 
 # --- which token -----------------------------------------------------------------------------------------------------

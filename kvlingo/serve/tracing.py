@@ -6,6 +6,7 @@ long. No prompt, no answer and no key is in either.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,12 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-PARENTS = ("traceparent", "tracestate")
+MEMBER = r"[a-z0-9][a-z0-9_\-*/@]{0,255}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,256}"
+PARENTS = {
+    "traceparent": re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
+    "tracestate": re.compile(rf"\s*{MEMBER}(\s*,\s*{MEMBER})*\s*"),
+}
+"""Headers of a client's own trace, as W3C writes them. Others are left out here: the library would write them into the log."""
 FLUSH_MS = 5000
 """So long may the last spans take to go, once all requests have ended."""
 
@@ -42,7 +48,8 @@ class Spans:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         began, ended = times_ns
-        parent = TraceContextTextMapPropagator().extract({name: headers[name] for name in PARENTS if name in headers})
+        told = {name: headers[name] for name, form in PARENTS.items() if form.fullmatch(headers.get(name, ""))}
+        parent = TraceContextTextMapPropagator().extract(told)
         attributes = {
             "http.request.method": method,
             "http.route": route,
