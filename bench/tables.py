@@ -182,13 +182,12 @@ def speed() -> str:
     for record in records:
         maps, pair = record["maps"], record["pair"]
         rank = f", rank {maps['rank']}" if maps["rank"] else ""
-        label = f"{pair['source']} → {pair['target']}, {maps['kind']}{rank}"
+        engine = ", MLX" if record.get("engine") == "mlx" else ""
+        label = f"{pair['source']} → {pair['target']}, {maps['kind']}{rank}{engine}"
         for row in record["lengths"]:
             cells = [speed_cell(row["arms"].get(name)) for name in names]
             cells += ["–" if row[name] is None else f"{row[name]:.1f}×" for name in ("speedup_warm", "speedup_cold")]
-            lines.append(
-                f"| {label} | {row['tokens']:,} | {' | '.join(cells)} | {row['apply']['share_of_gemm_rate']:.0%} |"
-            )
+            lines.append(f"| {label} | {row['tokens']:,} | {' | '.join(cells)} | {share_cell(row['apply'])} |")
     cards = sorted({f"{r['dtype']} on {r['environment']['accelerator'] or r['environment']['cpu']}" for r in records})
     note = (
         "Medians of interleaved runs; after ~ predicted, not measured. Public shapes have random weights and maps: timing needs "
@@ -200,6 +199,11 @@ def speed() -> str:
 def speed_cell(arm: dict[str, Any] | None) -> str:
     """Format one time; – for an arm that was left out."""
     return "–" if arm is None else f"{'' if arm['measured'] else '~'}{arm['median_ms']:,.0f}"
+
+
+def share_cell(apply: dict[str, Any] | None) -> str:
+    """Format a share of the machine's rate; – where it was not measured."""
+    return "–" if apply is None else f"{apply['share_of_gemm_rate']:.0%}"
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -4,11 +4,11 @@ Knows their format and what of a translator it can hold. Deliberately does not k
 makes up for what the format lacks: a translator that it can't hold whole is refused with the reason.
 
 A mapper folder (schema version 1):
-    manifest.json        both models with the commits of their weights, one number of heads and one head size for both, and for each
-                         target layer the source layers that it reads: the same for keys and values, the same number everywhere
-    weights.safetensors  float32: target.{layer}.k.W [source layers · heads · dim, heads · dim], target.{layer}.k.b [heads · dim]; the
-                         same for v. Rows are tokens: y = x W + b, where x is the paired layers' keys (for v their values), one layer
-                         after another, each head after head. Keys are after the key norm and before the rotation
+    manifest.json        both models with the commits of their weights, one number of heads and one head size for both, and for
+                         each target layer the source layers that it reads: the same for keys and values, equally many everywhere
+    weights.safetensors  float32: target.{layer}.k.W [source layers · heads · dim, heads · dim] and target.{layer}.k.b
+                         [heads · dim]; the same for v. Rows are tokens: y = x W + b, where x is the paired layers' keys (for v
+                         their values), one layer after another, head after head. Keys are after the key norm, before the rotation
     SHA256SUMS           of the two
 """
 
@@ -138,8 +138,8 @@ def export_folder(folder: Path, out: Path, naming: Naming, *, overwrite: bool, t
         raise BadInput(f"{place} is there already; choose another place or --bundle, or replace it with --overwrite")
     if manifest.source.tokenizer_hash != manifest.target.tokenizer_hash:
         tell(
-            "the two models' tokenizers or chat templates differ: the format pairs tokens one to one, so such a mapper serves only "
-            "where both spell a prompt with the same ids"
+            "the two models' tokenizers or chat templates differ: the format pairs tokens one to one, so such a mapper "
+            "serves only where both spell a prompt with the same ids"
         )
     write_mapper(place, named, mapper_tensors(translator, named.source_layers))
     return {"folder": str(place), "mapper_id": named.mapper_id, "source_layers_per_target": named.topk}
@@ -191,7 +191,8 @@ def check_commit(side: str, lm: LanguageModel, commit: str, tell: Tell) -> None:
         tell(f"{lm.name} came from no hub, so nothing says whether it is the {side}'s commit {short(commit)}")
     elif loaded != commit:
         raise IncompatiblePair(
-            f"the mapper's {side} is commit {short(commit)}, loaded is {short(loaded)} of {lm.name}; load that commit from a folder"
+            f"the mapper's {side} is commit {short(commit)}, loaded is {short(loaded)} of {lm.name}; "
+            "load that commit from a folder"
         )
 
 
@@ -204,9 +205,18 @@ def refuse_config(config: TranslatorConfig) -> None:
         (config.reads_text, "it reads the text, the format maps caches alone; fit one with --no-text"),
         (not config.reads_source, "it reads no source layer; the format maps caches"),
         (config.source_lags != (0,), "it reads source tokens before the aligned one, the format that one alone"),
-        (config.map_kind == "lowrank", "its maps are low-rank, the format holds whole matrices; fit one with --map headwise"),
-        (config.residual_width > 0, "it has an MLP residual, the format holds linear maps; fit one with --map headwise"),
-        (any(config.key_norms), "its keys end in the target's key norm, the format's in the map; fit one with --no-key-norm"),
+        (
+            config.map_kind == "lowrank",
+            "its maps are low-rank, the format holds whole matrices; fit one with --map headwise",
+        ),
+        (
+            config.residual_width > 0,
+            "it has an MLP residual, the format holds linear maps; fit one with --map headwise",
+        ),
+        (
+            any(config.key_norms),
+            "its keys end in the target's key norm, the format's in the map; fit one with --no-key-norm",
+        ),
     ):
         if refused:
             raise cant_hold(reason)
@@ -340,7 +350,8 @@ def mapper_tensors(translator: Translator, source_layers: Sequence[Sequence[int]
             if bool(rows[:, 1 - CHANNELS.index(channel)].any()):
                 mine, other = ("keys", "values") if channel == "k" else ("values", "keys")
                 raise cant_hold(
-                    f"layer {layer} makes {mine} from {other} too, the format {mine} from {mine} alone; fit one with --map headwise"
+                    f"layer {layer} makes {mine} from {other} too, the format {mine} from {mine} alone; "
+                    "fit one with --map headwise"
                 )
             wanted = rows[:, CHANNELS.index(channel)]
             blocks = [wanted[own.index(s)] if s in own else torch.zeros_like(wanted[0]) for s in read]
@@ -416,7 +427,9 @@ def write_mapper(place: Path, manifest: MapperManifest, tensors: Mapping[str, Te
     """
     wrong = next((name for name, x in tensors.items() if not x.isfinite().all()), None)
     if wrong is not None:
-        raise BadInput(f"weight {wrong} holds NaN or infinity, so nothing was written; fit anew with more damping or text")
+        raise BadInput(
+            f"weight {wrong} holds NaN or infinity, so nothing was written; fit anew with more damping or text"
+        )
     check_mapper(manifest, tensors)
     files = {
         MANIFEST_FILE: (json.dumps(asdict(manifest), indent=2, sort_keys=True, allow_nan=False) + "\n").encode(),
@@ -440,7 +453,9 @@ def read_mapper(folder: Path) -> tuple[MapperManifest, dict[str, Tensor]]:
     try:
         tensors = load_file(folder / WEIGHTS_FILE)
     except SafetensorError as error:
-        raise BadArtifact(f"{folder / WEIGHTS_FILE} can't be read ({first_line(error)}); copy the folder again") from error
+        raise BadArtifact(
+            f"{folder / WEIGHTS_FILE} can't be read ({first_line(error)}); copy the folder again"
+        ) from error
     check_mapper(manifest, tensors)
     return manifest, tensors
 
@@ -514,7 +529,7 @@ def of_kind(file: Path, data: Mapping[str, Any], kinds: Mapping[str, tuple[type,
     for name, value in data.items():
         if type(value) not in kinds[name]:  # a bool is no number here
             wanted = " or ".join(kind.__name__ for kind in kinds[name])
-            raise BadArtifact(f"{file}: {name} is {value!r:.60}, expected {wanted}")
+            raise BadArtifact(f"{file}: {name} is {str(value)[:60]!r}, expected {wanted}")
 
 
 def known_precision(file: Path, name: str) -> str:
@@ -537,7 +552,9 @@ def check_mapper(manifest: MapperManifest, tensors: Mapping[str, Tensor]) -> Non
         for part, shape in (("W", (manifest.topk * width, width)), ("b", (width,)))
     }
     for name in sorted(shapes.keys() ^ tensors.keys()):
-        raise BadArtifact(f"{WEIGHTS_FILE} {'lacks' if name in shapes else 'has a strange'} tensor {name}; copy the folder again")
+        raise BadArtifact(
+            f"{WEIGHTS_FILE} {'lacks' if name in shapes else 'has a strange'} tensor {name}; copy the folder again"
+        )
     for name, shape in shapes.items():
         tensor = tensors[name]
         if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
@@ -566,13 +583,15 @@ def check_layers(manifest: MapperManifest) -> None:
     listed = manifest.source_layers_per_target
     names = {str(layer) for layer in range(len(listed.get("k", {})))}
     if set(listed) != set(CHANNELS) or not names or any(set(listed[channel]) != names for channel in CHANNELS):
-        raise BadArtifact(f"mapper {manifest.mapper_id} does not list the source layers of target layers 0, 1, … for k and for v")
+        raise BadArtifact(
+            f"mapper {manifest.mapper_id} does not list the source layers of target layers 0, 1, … for k and for v"
+        )
     for name in sorted(names, key=int):
         layers = listed["k"][name]
         whole = isinstance(layers, list) and all(type(x) is int and x >= 0 for x in layers)
         if not whole or layers != listed["v"][name] or not len(layers) == len(set(layers)) == manifest.topk:
             raise BadArtifact(
-                f"mapper {manifest.mapper_id}: target layer {name} reads {layers!r:.60} for keys and {listed['v'][name]!r:.60} for values, "
+                f"mapper {manifest.mapper_id}: target layer {name} reads {str(layers)[:60]} for keys and "
+                f"{str(listed['v'][name])[:60]} for values, "
                 f"expected the same {manifest.topk} source layers, each once"
             )
-

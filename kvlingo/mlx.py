@@ -121,7 +121,9 @@ def load(name: str | Path) -> MlxModel:
     folder = Path(name).expanduser()
     with clear_mlx_errors(str(name)):
         changes = hoisted(load_config(folder)) if folder.is_dir() else {}
-        model, tokenizer, config = load_both(str(folder if folder.is_dir() else name), model_config=changes, return_config=True)
+        model, tokenizer, config = load_both(
+            str(folder if folder.is_dir() else name), model_config=changes, return_config=True
+        )
         if not folder.is_dir() and hoisted(config):
             model, tokenizer, config = load_both(str(name), model_config=hoisted(config), return_config=True)
         scale = embedding_scale(config)
@@ -138,7 +140,9 @@ def clear_mlx_errors(name: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:240]
         if not Path(name).expanduser().exists():
-            raise BadInput(f"{name} is no folder, and can't be had from the model hub; check the name ({reason})") from error
+            raise BadInput(
+                f"{name} is no folder, and can't be had from the model hub; check the name ({reason})"
+            ) from error
         raise UnsupportedModel(f"mlx-lm can't load {name}: {reason}") from error
 
 
@@ -163,7 +167,11 @@ def pattern_of(layer_types: Sequence[str] | None) -> int | None:
     if "full_attention" not in kinds:
         return None
     every = kinds.index("full_attention") + 1
-    return every if [kind == "full_attention" for kind in kinds] == [not (i + 1) % every for i in range(len(kinds))] else None
+    return (
+        every
+        if [kind == "full_attention" for kind in kinds] == [not (i + 1) % every for i in range(len(kinds))]
+        else None
+    )
 
 
 def wrap(model: Any, tokenizer: Any, *, name: str = "model", embedding_scale: float = 1.0) -> MlxModel:
@@ -223,7 +231,9 @@ def one_token(model: Any, position: int) -> list[tuple[Array, Array]]:
         model(mx.array([[PROBED_ID]]), cache=caught)
     missing = next((index for index, one in enumerate(caught) if one.keys is None), None)
     if missing is not None:
-        raise UnsupportedModel(f"layer {missing} of this model of mlx-lm keeps no keys and values of its own; KV-Lingo can't use it")
+        raise UnsupportedModel(
+            f"layer {missing} of this model of mlx-lm keeps no keys and values of its own; KV-Lingo can't use it"
+        )
     return [(one.keys, one.values) for one in caught]
 
 
@@ -243,7 +253,9 @@ def embedding_of(model: Any, name: str) -> Any:
     kinds = (nn.Embedding, nn.QuantizedEmbedding)
     found = next((module for _, module in model.named_modules()[::-1] if isinstance(module, kinds)), None)
     if found is None:
-        raise UnsupportedModel(f"{name} has no module for its embeddings that is known here; KV-Lingo can't use it with MLX")
+        raise UnsupportedModel(
+            f"{name} has no module for its embeddings that is known here; KV-Lingo can't use it with MLX"
+        )
     return found
 
 
@@ -253,14 +265,16 @@ def probe_rotation(layer: Any, width: int) -> Rotation | None:
     module = next((module for name, module in named if name in ROPE_NAMES), None)
     if module is None:
         return None
-    turned = np.array(module(mx.eye(width)[None, :, None], offset=FAR)[0, :, 0])  # row: which unit; column: where it went
+    turned = np.array(
+        module(mx.eye(width)[None, :, None], offset=FAR)[0, :, 0]
+    )  # row: which unit; column: where it went
     moved = [set(np.flatnonzero(row)) - {dim} for dim, row in enumerate(turned)]
     last = max((dim for dim, others in enumerate(moved) if others), default=-1)
     if last < 0:
         return None
     partner = min(moved[0], default=0)
     layout: RopeLayout = "interleaved" if partner == 1 and last > 1 else "half"
-    dims = last + 1 if layout == "interleaved" else 2 * partner
+    dims = int(last + 1 if layout == "interleaved" else 2 * partner)
     rope = LayerRope(None, layout, "half", dims)
     return Rotation(module, rope, turned.tobytes())
 
@@ -289,7 +303,10 @@ def planes(rope: LayerRope) -> tuple[slice, slice]:
 
 
 def unrotated(
-    rotation: Rotation | None, keys: Array, first: int, known: dict[tuple[bytes, int, int], tuple[Array, Array]] | None = None
+    rotation: Rotation | None,
+    keys: Array,
+    first: int,
+    known: dict[tuple[bytes, int, int], tuple[Array, Array]] | None = None,
 ) -> Array:
     """Take the positions `first` … out of keys [batch, heads, tokens, dim]: the transpose over cos² + sin², in float32.
 
@@ -369,11 +386,15 @@ def held_by(cache: Any, index: int) -> Held:
     if type(cache) is KVCache:
         return Held(cache.keys[:, :, :tokens], cache.values[:, :, :tokens], tokens)
     if type(cache) is QuantizedKVCache:
-        pair = (mx.dequantize(*side, group_size=cache.group_size, bits=cache.bits) for side in (cache.keys, cache.values))
+        pair = (
+            mx.dequantize(*side, group_size=cache.group_size, bits=cache.bits) for side in (cache.keys, cache.values)
+        )
         keys, values = (side[:, :, :tokens] for side in pair)
         return Held(keys, values, tokens)
     if type(cache) is not RotatingKVCache:
-        raise UnsupportedCache(f"layer {index} of the prompt cache is a {type(cache).__name__}, which can't be read; re-prefill")
+        raise UnsupportedCache(
+            f"layer {index} of the prompt cache is a {type(cache).__name__}, which can't be read; re-prefill"
+        )
     keys, values = in_order(cache)
     if keys.shape[2] < tokens or tokens >= cache.max_size:
         if cache.keep:
@@ -427,8 +448,8 @@ def read_prompt_cache(lm: MlxModel, cache: Sequence[Any], *, stop: int, first_wa
         start = min(wanted, stop)
         if layer.lost > start and start < stop:
             raise UnsupportedCache(
-                f"layer {index} of the prompt cache holds the last {layer.tokens - layer.lost} of {layer.tokens} tokens, those from "
-                f"{start} on are needed; re-prefill, or let the source read into kvlingo.mlx.full_prompt_cache"
+                f"layer {index} of the prompt cache holds the last {layer.tokens - layer.lost} of {layer.tokens} tokens, "
+                f"those from {start} on are needed; re-prefill, or let the source read into kvlingo.mlx.full_prompt_cache"
             )
         here = slice(max(start - layer.lost, 0), max(stop - layer.lost, 0))
         keys.append(unrotated(lm.rotations[index], layer.keys[:, :, here], start, known))
@@ -446,7 +467,8 @@ def fill(cache: Any, keys: Array, values: Array, tokens: int) -> None:
     if type(cache) is RotatingKVCache:
         if tokens >= cache.max_size:
             keys, values = (
-                mx.concatenate((mx.zeros_like(x[:, :, :1]), x[:, :, -(cache.max_size - 1) :]), axis=2) for x in (keys, values)
+                mx.concatenate((mx.zeros_like(x[:, :, :1]), x[:, :, -(cache.max_size - 1) :]), axis=2)
+                for x in (keys, values)
             )
         cache._idx = keys.shape[2]
     cache.keys, cache.values, cache.offset = keys, values, tokens
@@ -573,7 +595,13 @@ class MlxTranslator:
             self.maps[int(layer)] = MlxMap(layer_map, widths, short=target.dtype == mx.bfloat16)
 
     def __call__(
-        self, source: FreeKV | None, alignment: np.ndarray, target: MlxModel, ids: Sequence[int], start: int, skip: Sequence[int]
+        self,
+        source: FreeKV | None,
+        alignment: np.ndarray,
+        target: MlxModel,
+        ids: Sequence[int],
+        start: int,
+        skip: Sequence[int],
     ) -> list[tuple[Array, Array]]:
         """Return each layer's position-free keys and values of the tokens `start` + skip … `start` + len(alignment).
 
@@ -712,7 +740,11 @@ def hand_off(
     source_reading = as_one_text(state.reading) if isinstance(conversation, str) else state.reading
     alignment = align(source_reading, reading)
     plan = plan_handoff(
-        alignment.tolist(), sink=sink, tail=tail, untrusted=state.translated_until, fitted_tokens=maps.config.fitted_tokens
+        alignment.tolist(),
+        sink=sink,
+        tail=tail,
+        untrusted=state.translated_until,
+        fitted_tokens=maps.config.fitted_tokens,
     )
     plan, cache = carry_out(plan, source, target, maps, state, alignment.numpy(), reading.ids)
     finished = time.perf_counter()
@@ -773,7 +805,9 @@ def assemble(
         wanted = first_read(config, skip, config.first_layer, torch.from_numpy(here), held)
         # A map that also reads the token before sees no translated one: the first token to be trusted is repeated.
         trusted = max(state.translated_until, 0)
-        free = read_prompt_cache(source, state.cache, stop=held, first_wanted=[max(w, min(trusted, held)) for w in wanted])
+        free = read_prompt_cache(
+            source, state.cache, stop=held, first_wanted=[max(w, min(trusted, held)) for w in wanted]
+        )
     made = maps(free, here, target, ids, start, skip)
     sinks = first_tokens_of(target, ids[:start])
     cache = native_prompt_cache(target)
@@ -781,7 +815,9 @@ def assemble(
         keys = rotated(target.rotations[index], keys, start + skip[index]).astype(target.dtype)
         values = values.astype(target.dtype)
         if start and not skip[index]:
-            keys, values = (mx.concatenate(pair, axis=2) for pair in ((sinks[index][0], keys), (sinks[index][1], values)))
+            keys, values = (
+                mx.concatenate(pair, axis=2) for pair in ((sinks[index][0], keys), (sinks[index][1], values))
+            )
         fill(cache[index], keys, values, stop)
     return cache
 
@@ -804,7 +840,8 @@ def check_models(config: TranslatorConfig, source: MlxModel, target: MlxModel) -
         mine, theirs = [seen(layer) for layer in expected.layers], [seen(layer) for layer in lm.geometry.layers]
         if expected.owners is not None or len(mine) != len(theirs):
             raise IncompatiblePair(
-                f"this translator's {side} keeps {len(mine)} layers, {lm.name} in mlx-lm {len(theirs)}; use the translator of this pair"
+                f"this translator's {side} keeps {len(mine)} layers, {lm.name} in mlx-lm {len(theirs)}; "
+                "use the translator of this pair"
             )
         at = next((index for index, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1]), None)
         if at is not None:
