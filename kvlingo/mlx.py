@@ -43,6 +43,7 @@ try:
     import mlx.core as mx
     import mlx.nn as nn
     from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
     from mlx_lm.utils import load as load_both
     from mlx_lm.utils import load_config
 except ImportError as missing:
@@ -190,7 +191,7 @@ def wrap(model: Any, tokenizer: Any, *, name: str = "model", embedding_scale: fl
     embedding = embedding_of(model, name)
     rows = int(getattr(model.args, "vocab_size", 0))
     geometry = Geometry(tuple(layers), embedding(mx.array([0])).shape[-1], rows, None)
-    plain = getattr(tokenizer, "_tokenizer", tokenizer)
+    plain = tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
     return MlxModel(name, model, plain, geometry, tuple(rotations), embedding, embedding_scale, read[0][0][0].dtype)
 
 
@@ -396,13 +397,14 @@ def held_by(cache: Any, index: int) -> Held:
             f"layer {index} of the prompt cache is a {type(cache).__name__}, which can't be read; re-prefill"
         )
     keys, values = in_order(cache)
-    if keys.shape[2] < tokens or tokens >= cache.max_size:
-        if cache.keep:
-            raise UnsupportedCache(
-                f"layer {index} of the prompt cache dropped tokens from its middle (max_kv_size); re-prefill, or read without it"
-            )
-        # A query sees one token fewer than there are slots: the oldest is the next to be overwritten, and may be a filler.
-        keys, values = (x[:, :, -(min(tokens, cache.max_size) - 1) :] for x in (keys, values))
+    if keys.shape[2] < tokens and cache.keep:
+        raise UnsupportedCache(
+            f"layer {index} of the prompt cache dropped tokens from its middle (max_kv_size); re-prefill, or read without it"
+        )
+    if tokens >= cache.max_size and not bool(
+        mx.any(keys[:, :, :1])
+    ):  # what `fill` puts into the slot that is overwritten next
+        keys, values = keys[:, :, 1:], values[:, :, 1:]
     return Held(keys, values, tokens)
 
 
