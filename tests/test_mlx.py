@@ -30,13 +30,14 @@ from mlx_lm.models.cache import (
 
 from kvlingo import cli, mlx, mlx_bench
 from kvlingo.alignment import align
+from kvlingo.assets import fetch_demo_models
 from kvlingo.cache import KV, read_cache
-from kvlingo.errors import BadInput, IncompatiblePair, UnsupportedCache, UnsupportedModel
+from kvlingo.errors import BadInput, IncompatiblePair, KVLingoError, UnsupportedCache, UnsupportedModel
 from kvlingo.handoff import ModelState, assemble, not_held, read_conversation, read_native
 from kvlingo.language_model import LanguageModel
 from kvlingo.manifest import Manifest, ModelCard
 from kvlingo.mlx import MlxModel, MlxTranslator, hand_off
-from kvlingo.models import load_model
+from kvlingo.models import convert_gguf, default_cache_dir, load_model
 from kvlingo.outline import embedding_scale
 from kvlingo.plan import plan_handoff
 from kvlingo.store import save_translator
@@ -499,7 +500,10 @@ def test_what_only_pytorch_times_is_refused(options: dict[str, Any], words: str)
 def real(request: pytest.FixtureRequest) -> SimpleNamespace:
     folder = Path(os.environ.get("KVLINGO_REAL_MODELS", "")) / request.param
     if not (folder / "config.json").is_file():
-        pytest.skip(f"no {request.param} in the folder KVLINGO_REAL_MODELS")
+        try:
+            folder = convert_gguf(fetch_demo_models(default_cache_dir() / "models", progress=False)[request.param])
+        except KVLingoError as error:
+            pytest.skip(str(error))
     return SimpleNamespace(lm=load_model(folder, dtype=torch.float32), mlx=mlx.load(folder), folder=folder)
 
 
