@@ -59,6 +59,7 @@ ROUNDING = {"float32": 1e-3}
 ROUNDING_ELSE = 5e-2
 ROPE_NAMES = ("rope", "rotary_emb")
 Array = Any  # an mx.array
+core: Any = mx  # for who imports it from here, so that a missing MLX is told in one line
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -512,11 +513,12 @@ class MlxMap:
             self.parts = [folded[a:b] for a, b in zip(self.edges, self.edges[1:], strict=False)]
             self.up = array(self.linear.up) if isinstance(self.linear, LowRankMap) else None
         elif isinstance(self.linear, HeadwiseMap):
-            names = ("key_index", "key_weight", "value_index", "value_weight")
-            self.heads = tuple(array(getattr(self.linear, name)) for name in names)
-        elif isinstance(self.linear, LinearMap | LowRankMap):
-            names = ("weight",) if isinstance(self.linear, LinearMap) else ("down", "up")
-            self.matrices = [array(getattr(self.linear, name)) for name in names]
+            of_heads = ("key_index", "key_weight", "value_index", "value_weight")
+            self.heads = tuple(array(getattr(self.linear, name)) for name in of_heads)
+        elif isinstance(self.linear, LinearMap):
+            self.matrices = [array(self.linear.weight)]
+        elif isinstance(self.linear, LowRankMap):
+            self.matrices = [array(self.linear.down), array(self.linear.up)]
         else:
             raise IncompatiblePair(f"a map of kind {type(self.linear).__name__} can't be computed with MLX")
 

@@ -43,11 +43,11 @@ from kvlingo.mlx import (
     hand_off,
     hoisted,
     load,
-    mx,
     native_prompt_cache,
     read,
     wrap,
 )
+from kvlingo.mlx import core as mx
 from kvlingo.plan import reprefill_plan
 from kvlingo.public_shapes import MapShape, random_translator, shape_config
 from kvlingo.reading import Reading
