@@ -91,4 +91,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo pyproject.toml
 	$(PIP) install --quiet --editable '.[dev]'
+	@$(PIP) install --quiet --editable '.[mlx]' $(if $(PIN),'$(PIN)') 2>$@.log || { \
+	  tail -n 1 $@.log >&2; echo 'no build of MLX for this machine: its tests are skipped' >&2; }
+	@rm -f $@.log
 	@touch $@

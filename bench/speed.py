@@ -38,6 +38,18 @@ NAMES: dict[str, list[str]] = {
         "--map-kind",
         "layer",
     ],
+    # With mlx-lm, on a Mac: the two lengths that are usually told of it.
+    "mlx-qwen3": [*QWEN, "--engine", "mlx", "--lengths", "64,2048", "--map-kind", "layer"],
+    "mlx-qwen3-8b": [
+        "--shapes",
+        "Qwen3-0.6B,Qwen3-8B",
+        "--engine",
+        "mlx",
+        "--lengths",
+        "64,2048",
+        "--map-kind",
+        "layer",
+    ],
     # With a GPU.
     "gpu-qwen3-8b": ["--shapes", "Qwen3-0.6B,Qwen3-8B", *GPU, "--map-kind", "layer"],
     "gpu-qwen3-30b": ["--shapes", "Qwen3-0.6B,Qwen3-30B-A3B", *GPU, "--map-kind", "layer"],

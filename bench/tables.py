@@ -209,13 +209,12 @@ def speed() -> str:
     for record in records:
         maps, pair = record["maps"], record["pair"]
         rank = f", rank {maps['rank']}" if maps["rank"] else ""
-        label = f"{pair['source']} → {pair['target']}, {maps['kind']}{rank}"
+        engine = ", MLX" if record.get("engine") == "mlx" else ""
+        label = f"{pair['source']} → {pair['target']}, {maps['kind']}{rank}{engine}"
         for row in record["lengths"]:
             cells = [speed_cell(row["arms"].get(name)) for name in names]
             cells += ["–" if row[name] is None else f"{row[name]:.1f}×" for name in ratios]
-            lines.append(
-                f"| {label} | {row['tokens']:,} | {' | '.join(cells)} | {row['apply']['share_of_gemm_rate']:.0%} |"
-            )
+            lines.append(f"| {label} | {row['tokens']:,} | {' | '.join(cells)} | {share_cell(row['apply'])} |")
     cards = sorted({f"{r['dtype']} on {r['environment']['accelerator'] or r['environment']['cpu']}" for r in records})
     note = (
         "Medians of interleaved runs; after ~ predicted, not measured. Public shapes have random weights and maps: timing needs "
@@ -229,8 +228,40 @@ def speed_cell(arm: dict[str, Any] | None) -> str:
     return "–" if arm is None else f"{'' if arm['measured'] else '~'}{arm['median_ms']:,.0f}"
 
 
+def capacity() -> str:
+    """Return what hand-overs between machines need, by the arithmetic of cost."""
+    record = load("capacity")
+    if record is None:
+        return "Not computed yet.\n"
+    links = record["links_gbit_per_s"]
+    lines = [
+        "| pair | bytes a token on the wire | translating, MFLOPs a token | reading, MFLOPs a token "
+        f"| the target reads at, TFLOP/s | slowest link that pays at {record['tokens']:,} tokens, Gbit/s | "
+        + " | ".join(f"pays from, {link:g} Gbit/s" for link in links)
+        + " |",
+        "|---" * (6 + len(links)) + "|",
+    ]
+    for pair in record["pairs"]:
+        cells = [f"{pair['source']} → {pair['target']}", f"{pair['wire_bytes_per_token']:,}"]
+        cells += [f"{pair[name] / 1e6:,.0f}" for name in ("translate_flops_per_token", "reprefill_flops_per_token")]
+        for reading in pair["reading"]:
+            least, from_tokens = reading["least_gbit_per_s"], reading["pays_from_tokens"]
+            told = ["never" if n is None else f"{n:,} tokens" for n in from_tokens]
+            slowest = "none" if least is None else f"{least:.2g}" if least < 10 else f"{least:,.0f}"
+            rate = f"{reading['tflops_per_s']:g}"
+            lines.append(f"| {' | '.join([*cells, rate, slowest, *told])} |")
+            cells = ["", "", "", ""]
+    return "\n".join(lines) + "\n"
+
+
+def share_cell(apply: dict[str, Any] | None) -> str:
+    """Format a share of the machine's rate; – where it was not measured."""
+    return "–" if apply is None else f"{apply['share_of_gemm_rate']:.0%}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (summary, quality, long_context, reverse, demo_times, memory, gateway, load_test, speed)
+    f.__name__: f
+    for f in (summary, quality, long_context, reverse, demo_times, memory, gateway, load_test, speed, capacity)
 }
 
 

@@ -64,6 +64,19 @@ class ShapeMap(StrEnum):
     full = "full"
 
 
+class BenchEngine(StrEnum):
+    """Which runtime to time."""
+
+    torch = "torch"
+    mlx = "mlx"
+
+
+class MapperFormat(StrEnum):
+    """Whose folders of maps to write and read."""
+
+    semantic_router = "semantic-router"
+
+
 class Routing(StrEnum):
     """Who decides which model answers `auto`."""
 
@@ -140,6 +153,12 @@ def fit(
     no_text: Annotated[
         bool, typer.Option("--no-text", help="Leave the text out: the target gets a cache alone.")
     ] = False,
+    key_norm: Annotated[
+        bool | None,
+        typer.Option(
+            help="Whether keys end in the target's key norm. Default: as held-out text says.", show_default=False
+        ),
+    ] = None,
     damping: Annotated[
         float | None,
         typer.Option("--lambda", min=0, help="Ridge damping. Default: chosen on held-out text.", show_default=False),
@@ -164,6 +183,7 @@ def fit(
         "seed": seed,
         **({} if map_kind is Map.auto else {"map_kind": map_kind.value}),
         **({} if damping is None else {"dampings": (damping,)}),
+        **({} if key_norm is None else {"key_norm": key_norm}),
     }
     with stoppable(f"the statistics so far are kept in {out / 'work'}; the same command goes on from there"):
         from kvlingo import jobs
@@ -405,6 +425,83 @@ def plan(
     emit(result, as_json)
 
 
+Mapper = Annotated[
+    MapperFormat, typer.Option("--format", help="Whose format: vllm-project/semantic-router's.", show_default=False)
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+
+
+@app.command("export")
+def export_maps(
+    folder: Folder,
+    out: Annotated[Path, typer.Argument(help="Folder to put the mapper's folder into.", show_default=False)],
+    form: Mapper,
+    source_revision: Annotated[
+        str | None,
+        typer.Option(metavar="COMMIT", help="Commit of the source's weights on the hub.", show_default=False),
+    ] = None,
+    target_revision: Annotated[
+        str | None,
+        typer.Option(metavar="COMMIT", help="Commit of the target's weights on the hub.", show_default=False),
+    ] = None,
+    source_model: Annotated[
+        str | None, typer.Option(help="The source's hub id, if named otherwise here.", show_default=False)
+    ] = None,
+    target_model: Annotated[
+        str | None, typer.Option(help="The target's hub id, if named otherwise here.", show_default=False)
+    ] = None,
+    precision: Annotated[str, typer.Option(help="Of the caches it will serve: bf16, fp16 or fp32.")] = "bf16",
+    pair: Annotated[
+        str | None, typer.Option(help="First words of its id. Default: both models.", show_default=False)
+    ] = None,
+    bundle: Annotated[int, typer.Option(min=1, help="Raise it when the same weights are fitted anew.")] = 1,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a translator of plain linear maps as a mapper folder of semantic-router."""
+    with stoppable("nothing was written"):
+        from kvlingo import interchange
+
+        naming = interchange.Naming(
+            source_model, source_revision, target_model, target_revision, precision, pair, bundle
+        )
+        result = interchange.export_folder(folder, out, naming, overwrite=overwrite, tell=tell)
+        typer.echo(f"wrote {result['folder']}")
+    emit(result, as_json)
+
+
+@app.command("import")
+def import_maps(
+    mapper: Annotated[Path, typer.Argument(help="A mapper folder.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder to save the translator to.", show_default=False)],
+    form: Mapper,
+    source: Source = None,
+    target: Target = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    store: Annotated[Storage, typer.Option(help="How to store the weights.")] = Storage.float32,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Save a mapper folder of semantic-router as a translator; loads both models."""
+    with stoppable("nothing was written"):
+        from kvlingo import interchange
+        from kvlingo.jobs import Where
+
+        result = interchange.import_folder(
+            mapper,
+            out,
+            source=source,
+            target=target,
+            where=Where(device, dtype),
+            storage=store.value,
+            overwrite=overwrite,
+            tell=tell,
+        )
+        typer.echo(f"saved {out}: {result['num_bytes'] / 1e6:.1f} MB")
+    emit(result, as_json)
+
+
 @app.command()
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="One direction, ridge and a minute of distilling.")] = False,
@@ -614,7 +711,15 @@ def bench(
         int | None,
         typer.Option(min=1, help="With --shapes: of low-rank maps (default 256), or of full ones.", show_default=False),
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Lengths of conversations, in tokens.")] = "64,512,2048,4096",
+    engine: Annotated[
+        BenchEngine, typer.Option(help="mlx: models of mlx-lm, everything measured.")
+    ] = BenchEngine.torch,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Lengths of conversations, in tokens. Default: 64,512,2048,4096; with mlx 64,2048.", show_default=False
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each arm, after one that does not count.")] = 5,
     reprefill_up_to: Annotated[
         int, typer.Option(min=1, help="Beyond so many tokens a re-prefill is predicted, not measured.")
@@ -641,8 +746,14 @@ def bench(
         from kvlingo.jobs import Where
         from kvlingo.public_shapes import MapShape
 
+        bench_folder, bench_shapes = benchmark.bench_folder, benchmark.bench_shapes
+        if engine is BenchEngine.mlx:
+            from kvlingo import mlx_bench
+
+            bench_folder, bench_shapes = mlx_bench.bench_mlx_folder, mlx_bench.bench_mlx_shapes
+        usual = "64,2048" if engine is BenchEngine.mlx else "64,512,2048,4096"
         options = benchmark.BenchOptions(
-            numbers(lengths, "--lengths"),
+            numbers(lengths or usual, "--lengths"),
             repeats,
             reprefill_up_to,
             () if arms is None else tuple(arms.split(",")),
@@ -654,13 +765,13 @@ def bench(
             if source is not None:
                 raise BadInput("--shapes takes the place of SOURCE, TARGET and TRANSLATOR_DIR; give one or the other")
             names = two_names(shapes)
-            result = benchmark.bench_shapes(
+            result = bench_shapes(
                 *names, MapShape(map_kind.value, rank), options, where=where, picture=picture, tell=tell
             )
         elif source is None or target is None or folder is None:
             raise BadInput("give SOURCE, TARGET and TRANSLATOR_DIR, or --shapes SOURCE,TARGET")
         else:
-            result = benchmark.bench_folder(
+            result = bench_folder(
                 source, target, folder, options, texts=text or [], where=where, picture=picture, tell=tell
             )
         sheets.print_benchmark(result, Console())

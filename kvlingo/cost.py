@@ -1,7 +1,7 @@
 """Arithmetic of a hand-over against a re-prefill, before anything runs.
 
-Knows numbers of weights, widths and windows; no models. Counts multiply-adds twice, as FLOPs; takes no bandwidth between
-machines into account. In FLOPs a first estimate; in seconds with rates that were measured on a machine (`calibration`).
+Knows numbers of weights, widths and windows; no models. Counts multiply-adds twice, as FLOPs. In FLOPs a first estimate; in
+seconds with rates that were measured on a machine (`calibration`); between two machines with a link's rate.
 """
 
 from __future__ import annotations
@@ -103,6 +103,49 @@ def first_that_pays(pays: Callable[[int], bool], shortest: int) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if pays(middle) else (middle + 1, high)
     return low
+
+
+# --- between machines ------------------------------------------------------------------------------------------------
+
+
+def sent_s(num_bytes: float, gbit_per_s: float) -> float:
+    """Return the seconds that bytes take over a link that is used in full, its latency apart."""
+    return 8.0 * num_bytes / (1e9 * gbit_per_s)
+
+
+def remote_break_even_tokens(
+    target: TargetCost,
+    map_weights: Sequence[int],
+    wire_bytes: float,
+    *,
+    flops_per_s: float,
+    gbit_per_s: float,
+    sink: int = 1,
+    tail: int = 1,
+) -> int | None:
+    """Return from which length on it takes less time to send a cache and translate it than to read again; None if never.
+
+    Args:
+        wire_bytes: of one token of the source's cache.
+        flops_per_s: the rate at which the target reads, and translates.
+    """
+
+    def pays(tokens: int) -> bool:
+        translated = handoff_flops(target, map_weights, tokens, sink=sink, tail=tail) / flops_per_s
+        return sent_s(wire_bytes * tokens, gbit_per_s) + translated < pass_flops(target, tokens) / flops_per_s
+
+    return first_that_pays(pays, sink + tail)
+
+
+def least_gbit_per_s(
+    target: TargetCost, map_weights: Sequence[int], wire_bytes: float, tokens: int, *, flops_per_s: float
+) -> float | None:
+    """Return the slowest link over which handing `tokens` tokens over takes less time than reading them; None if none is.
+
+    Arguments as for `remote_break_even_tokens`.
+    """
+    saved_s = (pass_flops(target, tokens) - handoff_flops(target, map_weights, tokens)) / flops_per_s
+    return None if saved_s <= 0 else 8.0 * wire_bytes * tokens / saved_s / 1e9
 
 
 # --- seconds ---------------------------------------------------------------------------------------------------------

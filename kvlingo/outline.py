@@ -7,7 +7,7 @@ by the code that a loaded model is probed with.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -109,6 +109,31 @@ def outline(name: str | Path, *, cache_dir: Path | None = None) -> Outline:
         query_widths=tuple(text_config.num_attention_heads * layer.key_dim for layer in layers),
         target_refusal=target_refusal or layers_refusal(model),
     )
+
+
+SMALL = {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8, "pad_token_id": None}
+
+
+def embedding_scale(config: Mapping[str, Any]) -> float:
+    """Return what a model's embedding module multiplies its rows with: 1 for most, √hidden for Gemma 3.
+
+    For other runtimes, which multiply elsewhere: asked of a model of one small layer that is made from a config.json.
+    """
+    kind = str(config["model_type"])
+    whole = AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k not in ("model_type", *QUANTISED)})
+    facts = {**whole.get_text_config(decoder=True).to_dict(), **SMALL}
+    if facts.get("layer_types"):
+        facts["layer_types"] = facts["layer_types"][:1]
+    kind = facts.pop("model_type")
+    with clear_load_errors(kind, weights=False):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **facts))
+    embedding = model.get_input_embeddings()
+    with torch.no_grad():
+        embedding.weight.fill_(1.0)
+        return float(embedding(torch.tensor([1]))[0, 0])
+
+
+QUANTISED = ("quantization", "quantization_config")
 
 
 def _described(name: str | Path) -> tuple[Any, Callable[[], Any], frozenset[bytes] | None]:

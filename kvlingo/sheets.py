@@ -103,7 +103,8 @@ def print_benchmark(record: Mapping[str, Any], console: Console) -> None:
     if record["note"]:
         say(console, record["note"])
     where = card["accelerator"] if record["device"] == "cuda" else f"{card['cpu']}, {card['threads']} threads"
-    say(console, f"{where}, {record['dtype']}, attention {record['attention']}, torch {card['torch']}")
+    runtime = f"mlx {card['mlx']}" if record.get("engine") == "mlx" else f"torch {card['torch']}"
+    say(console, f"{where}, {record['dtype']}, attention {record['attention']}, {runtime}")
     names = list(record["lengths"][0]["arms"])
     times = empty("tokens", *(f"{name.replace('_', ' ')}, ms" for name in names))
     ratios = empty("tokens", "warm", "cold", "ahead", "beside", "apply, share of the machine's GEMM rate")
@@ -114,12 +115,12 @@ def print_benchmark(record: Mapping[str, Any], console: Console) -> None:
             f"{row['tokens']:,}",
             *(times_cell(row[name]) for name in ("speedup_warm", "speedup_cold", "speedup_ahead")),
             again if again == "predicted re-prefill" else "measured re-prefill" if again == "measured" else again,
-            f"{row['apply']['share_of_gemm_rate']:.0%}",
+            share_cell(row["apply"]),
         )
     console.print(times)
     say(console, f"medians of {record['repeats']} interleaved runs (90 % of them below); ~ predicted, not measured")
     console.print(ratios)
-    found, expected = record["crossing_tokens"], record["rates"]["break_even_tokens"]
+    found, expected = record["crossing_tokens"], (record["rates"] or {}).get("break_even_tokens")
     if found is not None:
         say(console, f"translating is faster than a re-prefill from about {found:,.0f} tokens on")
     if expected is not None:
@@ -131,6 +132,11 @@ def time_cell(arm: Mapping[str, Any]) -> str:
     if not arm["measured"]:
         return f"~{arm['median_ms']:,.1f}"
     return f"{arm['median_ms']:,.1f} ({arm['p90_ms']:,.1f})"
+
+
+def share_cell(apply: Mapping[str, Any] | None) -> str:
+    """Return the apply's share of the machine's own rate; – where it was not measured."""
+    return "–" if apply is None else f"{apply['share_of_gemm_rate']:.0%}"
 
 
 def times_cell(ratio: float | None) -> str:

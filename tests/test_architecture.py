@@ -18,9 +18,9 @@ ORDER = re.findall(
     """
     errors files gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck
     fingerprints language_model models outline batches pairing plan cost forecast traffic
-    texts stats ridge features maps folding translator corpus metrics handoff generation timing calibration arms
+    texts stats ridge features maps folding translator corpus metrics handoff generation mlx timing calibration arms
     shapes public_shapes collecting judging fitting whitening objective distillation environment report evaluation manifest
-    readme store workplace assets plots progress facts jobs trials benchmark sheets demo cli
+    readme store workplace assets plots progress facts jobs trials benchmark mlx_bench interchange sheets demo cli
     """,
 )
 
@@ -62,6 +62,7 @@ HEAVY = (
     "sklearn",
     "llguidance",
     "opentelemetry",
+    "mlx",
 )
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:root|home|work|opt|tmp|mnt|Users)/\w")

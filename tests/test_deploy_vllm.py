@@ -1,0 +1,250 @@
+"""Two vLLM servers, a shared store and a router: what Kubernetes, compose or the connector would refuse is refused here.
+
+No cluster and no GPU has run these files: what is checked is that they keep to the schema and fit together.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.test_deploy import REPO, Object, faults, instructions, num_bytes, with_value, without
+
+FOLDER = REPO / "deploy" / "vllm"
+DOCKERFILE = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
+ENGINES = {"small": "vllm-small", "big": "vllm-big"}
+
+
+def objects() -> list[Object]:
+    return list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text(encoding="utf-8")))
+
+
+def named(kind: str, name: str, found: list[Object] | None = None) -> Object:
+    (one,) = (x for x in found or objects() if x["kind"] == kind and x["metadata"]["name"] == name)
+    return one
+
+
+def pod(name: str) -> Object:
+    spec = named("Deployment", name)["spec"]["template"]["spec"]
+    assert isinstance(spec, dict)
+    return spec
+
+
+def container(name: str, found: list[Object] | None = None) -> Object:
+    (one,) = named("Deployment", name, found)["spec"]["template"]["spec"]["containers"]
+    assert isinstance(one, dict)
+    return one
+
+
+def compose() -> Object:
+    whole = yaml.safe_load((FOLDER / "compose.yaml").read_text(encoding="utf-8"))
+    assert isinstance(whole, dict)
+    return whole
+
+
+def flags(words: list[str]) -> dict[str, str]:
+    """Return --NAME=VALUE words as a dict; any other word is a mistake here."""
+    pairs = [re.fullmatch(r"--([a-z-]+)=(.*)", word, re.DOTALL) for word in words]
+    assert all(pairs), words
+    return {pair[1]: pair[2] for pair in pairs if pair}
+
+
+def transfer(words: list[str]) -> Object:
+    told = json.loads(flags(words)["kv-transfer-config"])
+    assert isinstance(told, dict)
+    return told
+
+
+# --- the schema ------------------------------------------------------------------------------------------------------
+
+
+def test_the_manifests_keep_to_the_schema() -> None:
+    found = objects()
+    assert sorted((x["kind"], x["metadata"]["name"]) for x in found) == [
+        ("Deployment", "gateway"),
+        ("Deployment", "vllm-big"),
+        ("Deployment", "vllm-small"),
+        ("PersistentVolumeClaim", "kvlingo-store"),
+        ("Service", "gateway"),
+        ("Service", "vllm-big"),
+        ("Service", "vllm-small"),
+    ]
+    assert [fault for one in found for fault in faults(one)] == []
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        without("livenessProbe"),
+        without("resources", "limits", "memory"),
+        with_value("half", "resources", "limits", "nvidia.com/gpu"),
+        with_value("0", "resources", "requests", "nvidia.com/gpu"),
+        with_value("1", "resources", "limits", "amd.com/gpu"),
+        with_value(True, "securityContext", "allowPrivilegeEscalation"),
+        with_value("health", "readinessProbe", "httpGet", "path"),
+    ],
+)
+def test_the_schema_sees_an_engine_that_is_wrong(harm: Callable[[Object], None]) -> None:
+    found = copy.deepcopy(objects())
+    harm(container("vllm-big", found))
+    assert faults(named("Deployment", "vllm-big", found))
+
+
+def test_the_schema_sees_a_store_that_is_wrong() -> None:
+    claim = copy.deepcopy(named("PersistentVolumeClaim", "kvlingo-store"))
+    claim["spec"]["accessModes"] = ["ReadWriteSometimes"]
+    assert faults(claim)
+
+
+# --- what belongs together -------------------------------------------------------------------------------------------
+
+
+def all_engines() -> list[tuple[str, list[str]]]:
+    services = compose()["services"]
+    return [
+        *((name, container(deployed)["args"]) for name, deployed in ENGINES.items()),
+        *((name, services[name]["command"]) for name in ENGINES),
+    ]
+
+
+def test_the_connector_is_asked_for_as_it_wants() -> None:
+    roles = {"small": "kv_producer", "big": "kv_both"}
+    for name, words in all_engines():
+        told = transfer(words)
+        assert told["kv_connector_module_path"] == "kvlingo.serve.vllm"
+        assert told["kv_connector"] == "KVLingoConnector"
+        assert told["kv_role"] == roles[name]
+        assert told["kv_load_failure_policy"] == "recompute"  # vLLM's default ends the request
+        assert flags(words)["served-model-name"] == name
+
+
+def test_the_connector_knows_its_options() -> None:
+    options = pytest.importorskip("kvlingo.serve.external.options", reason="this build has no connector for vLLM")
+    for _, words in all_engines():
+        options.read_options(transfer(words)["kv_connector_extra_config"])
+
+
+def test_both_engines_keep_caches_in_one_place_that_both_may_write() -> None:
+    claim = named("PersistentVolumeClaim", "kvlingo-store")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    for name, deployed in ENGINES.items():
+        volumes = {volume["name"]: volume for volume in pod(deployed)["volumes"]}
+        mounts = {mount["name"]: mount["mountPath"] for mount in container(deployed)["volumeMounts"]}
+        assert set(volumes) == set(mounts)
+        assert volumes["store"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        extra = transfer(container(deployed)["args"])["kv_connector_extra_config"]
+        for place in (extra["store"], *extra.get("translators", ())):
+            assert Path(mounts["store"]) in Path(place).parents, name
+        assert extra["max_bytes"] < 0.8 * num_bytes(claim["spec"]["resources"]["requests"]["storage"])
+        # The connector keeps a copy of the target's weights, and the maps, in the machine's memory.
+        limits = container(deployed)["resources"]["limits"]
+        assert num_bytes(limits["memory"]) >= {"small": 8, "big": 32}[name] * 2**30
+        assert limits["nvidia.com/gpu"] == container(deployed)["resources"]["requests"]["nvidia.com/gpu"]
+
+
+def test_what_is_written_is_mounted() -> None:
+    """The root of the file system is read-only: each place that the image names for writing has a volume."""
+    places = dict(re.findall(r"([A-Z_]+)=(\S+)", dict(instructions(DOCKERFILE))["ENV"]))
+    for deployed in ENGINES.values():
+        mounts = [Path(mount["mountPath"]) for mount in container(deployed)["volumeMounts"]]
+        assert all(any(mount in (Path(place), *Path(place).parents) for mount in mounts) for place in places.values())
+        assert {Path("/tmp"), Path("/dev/shm")} <= set(mounts)
+
+
+def test_the_router_leads_to_the_engines() -> None:
+    for words, hosts in (
+        (container("gateway")["args"], ENGINES),
+        (compose()["services"]["gateway"]["command"], {name: name for name in ENGINES}),
+    ):
+        told = flags(words)
+        assert told["service-discovery"] == "static"
+        models, backends = told["static-models"].split(","), told["static-backends"].split(",")
+        assert dict(zip(models, backends, strict=True)) == {name: f"http://{host}:8000" for name, host in hosts.items()}
+    for name, words in all_engines():
+        assert flags(words)["port"] == "8000", name
+
+
+@pytest.mark.parametrize("name", ["gateway", *ENGINES.values()])
+def test_services_and_probes_lead_to_the_pods(name: str) -> None:
+    deployment, service = named("Deployment", name)["spec"], named("Service", name)["spec"]
+    labels = deployment["template"]["metadata"]["labels"]
+    assert deployment["selector"]["matchLabels"] == labels == service["selector"]
+    (port,) = container(name)["ports"]
+    assert port["containerPort"] == int(flags(container(name)["args"])["port"])
+    assert service["ports"][0]["targetPort"] == port["name"]
+    probes = [container(name)[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+    assert all(probe == {"path": "/health", "port": port["name"]} for probe in probes)
+    if name != "gateway":
+        assert service["ports"][0]["port"] == 8000  # where the router looks
+
+
+# --- compose ---------------------------------------------------------------------------------------------------------
+
+
+def test_compose_says_the_same_as_kubernetes() -> None:
+    for name, deployed in ENGINES.items():
+        here, there = (flags(x) for x in (compose()["services"][name]["command"], container(deployed)["args"]))
+        assert {k: v for k, v in here.items() if k != "kv-transfer-config"} == {
+            k: v for k, v in there.items() if k != "kv-transfer-config"
+        }
+        mine, theirs = (json.loads(x["kv-transfer-config"]) for x in (here, there))
+        places = [x["kv_connector_extra_config"].pop("translators", []) for x in (mine, theirs)]
+        assert mine == theirs
+        assert [[Path(x).name for x in each] for each in places] == [[Path(x).name for x in places[0]]] * 2
+
+
+def test_compose_mounts_what_it_names_and_listens_on_loopback() -> None:
+    whole = compose()
+    known = set(whole["volumes"])
+    for service in whole["services"].values():
+        mounts = [mount.split(":") for mount in service.get("volumes", ())]
+        assert {source for source, *_ in mounts if not source.startswith(".")} <= known
+        words = service["command"]
+        if any(word.startswith("--kv-transfer-config") for word in words):
+            extra = transfer(words)["kv_connector_extra_config"]
+            targets = {Path(target) for _, target, *_ in mounts}
+            assert all(targets & set(Path(x).parents) for x in (extra["store"], *extra.get("translators", ())))
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+        assert set(service.get("depends_on", ())) <= set(whole["services"])
+    assert [name for name, service in whole["services"].items() if "ports" in service] == ["gateway"]
+    devices = [
+        device["device_ids"]
+        for service in whole["services"].values()
+        for device in service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", ())
+    ]
+    assert devices == [["0"], ["1"]]
+
+
+# --- the image -------------------------------------------------------------------------------------------------------
+
+
+def test_the_image_has_the_version_of_vllm_that_is_supported() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (wanted,) = project["optional-dependencies"]["vllm"]
+    (base,) = [value for name, value in instructions(DOCKERFILE) if name == "FROM"]
+    assert base.split(":v")[1].startswith(wanted.split("==")[1].removesuffix("*"))
+
+
+def test_the_image_runs_without_rights_as_the_manifests_say() -> None:
+    (user,) = [value for name, value in instructions(DOCKERFILE) if name == "USER"]
+    for deployed in ENGINES.values():
+        context = pod(deployed)["securityContext"]
+        assert user == f"{context['runAsUser']}:{context['runAsGroup']}"
+    order = [name for name, _ in instructions(DOCKERFILE)]
+    assert order.index("USER") > max(i for i, name in enumerate(order) if name in ("COPY", "RUN"))
+
+
+def test_the_image_is_made_of_the_package_alone() -> None:
+    copied = {word for name, value in instructions(DOCKERFILE) if name == "COPY" for word in value.split()[:-1]}
+    allowed = {x[1:] for x in (REPO / ".dockerignore").read_text(encoding="utf-8").splitlines() if x.startswith("!")}
+    assert copied == allowed
+    entry: list[Any] = json.loads(dict(instructions(DOCKERFILE))["ENTRYPOINT"])
+    assert entry[-1] == "vllm.entrypoints.openai.api_server"
