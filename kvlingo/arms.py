@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvlingo.alignment import align
-from kvlingo.cache import first_of, fork, full_cache, native_cache, owning_layers
+from kvlingo.cache import fork, full_cache, native_cache, owning_layers, truncate
 from kvlingo.errors import BadInput
 from kvlingo.handoff import (
     WHY_READ,
@@ -166,7 +166,7 @@ def stage(pair: Pair, length: int, dial: Dial, *, really_read: bool, seed: int =
 def before_tail(target: LanguageModel, handed: HandOff) -> ModelState:
     """Return what the target held before it read its tail."""
     stop, lm = handed.plan.translated[1], target
-    cache = first_of(handed.state.cache, stop, lm.geometry, lm.model.config)
+    cache = truncate(handed.state.cache, stop, lm.geometry, lm.model.config)
     return replace(handed.state, reading=first_tokens(handed.state.reading, stop), cache=cache)
 
 

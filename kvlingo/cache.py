@@ -460,7 +460,11 @@ def append_kv(cache: Any, kv: KV, rotary: Rotary, geometry: Geometry, config: An
         device = kv.keys[index].device
         at = positions.setdefault((held, device), torch.arange(tokens - held, tokens, device=device))
         keys, values = rotary.apply(kv.keys[index], kv.values[index], index, at)
-        if held == kv.tokens and before and cache.layers[place].get_seq_length() == before:
+        if held == kv.tokens and before:
+            if cache.layers[place].get_seq_length() != before:
+                raise UnsupportedCache(
+                    f"layer {index} of the cache has not read the {before} tokens of layer 0; re-prefill"
+                )
             cache.layers[place].update(keys, values)
             continue
         cache.layers[place] = fresh.layers[place]
@@ -468,16 +472,33 @@ def append_kv(cache: Any, kv: KV, rotary: Rotary, geometry: Geometry, config: An
             _fill(_recording(cache, place), keys, values, tokens)
 
 
-def first_of(cache: Any, tokens: int, geometry: Geometry, config: Any) -> Any:
-    """Return a cache that goes on by itself from the first `tokens` tokens; the old one stays as it is.
+def can_fork(cache: Any, tokens: int, geometry: Geometry, dtype: torch.dtype, devices: Sequence[torch.device]) -> bool:
+    """Tell whether a model can go on from a fork of a cache: it is whole, in place, and keeps what leaves a window.
 
-    Its sliding layers keep what leaves their window. Shares what can be shared if nothing is to be cut off. Raises
-    `UnsupportedCache` as `truncate` does.
+    Args:
+        devices: where each layer of the model computes.
+
+    Raises `UnsupportedCache` for a cache that this model did not fill, or that was damaged.
     """
-    whole = tokens == int(cache.get_seq_length()) and not getattr(cache, "offloading", False)
-    if whole and all(type(layer) in (DynamicLayer, RecordingLayer) for layer in cache.layers):
-        return fork(cache)
-    return truncate(cache, tokens, geometry, config)
+    held = held_states(cache, geometry)
+    for index, (layer, shape) in enumerate(zip(held, geometry.layers, strict=True)):
+        got = [(x.shape[0], x.shape[1], x.shape[3]) for x in (layer.keys, layer.values)]
+        wanted = [(1, shape.kv_heads, shape.key_dim), (1, shape.kv_heads, shape.value_dim)]
+        if got != wanted:
+            raise UnsupportedCache(
+                f"layer {index} of the cache is {got} (rows, heads, dim), the model needs {wanted}; re-prefill"
+            )
+    if held[0].tokens != tokens:
+        return False
+    if any(type(layer) not in (DynamicLayer, RecordingLayer) for layer in cache.layers):
+        return False
+    in_place = (
+        (x.dtype, x.device) == (dtype, d) for h, d in zip(held, devices, strict=True) for x in (h.keys, h.values)
+    )
+    whole = (
+        h.keys.shape[2] >= tokens - shape.first_held(tokens) for h, shape in zip(held, geometry.layers, strict=True)
+    )
+    return not getattr(cache, "offloading", False) and all(in_place) and all(whole)
 
 
 def fork(cache: Any) -> Any:

@@ -24,6 +24,9 @@ CHUNK_BYTES = 32 << 20
 """So much do the gathered features of one chunk take, or those of `LEAST_ROWS` tokens: a shorter product would be slow."""
 LEAST_ROWS = 256
 
+SPARSE = 2
+"""So many times as many source tokens as are read may lie between the first and the last that is: taking them all is faster."""
+
 Mapped = tuple[Tensor, Tensor]
 
 
@@ -124,17 +127,22 @@ class Folded:
         lags = torch.tensor(self.config.source_lags, device=alignment.device)
         places = (alignment[:, None] - lags).clamp(min=0)
         first, last = int(places.min()), int(places.max()) + 1
+        if last - first <= SPARSE * places.numel():
+            index, taken = places - first, None
+        else:  # far apart: only those that are read, else a gap would cost as much as a text of its length
+            taken, index = torch.unique(places, return_inverse=True)
         columns = column_ranges({str(name): self.config.source.layers[name].width for name in names})
-        rows = torch.empty(last - first, columns[str(names[-1])][1], dtype=self.dtype, device=source.keys[0].device)
+        count = last - first if taken is None else len(taken)
+        rows = torch.empty(count, columns[str(names[-1])][1], dtype=self.dtype, device=source.keys[0].device)
         for name in names:
             lost = source.tokens - source.held(name)
-            here = slice(first - lost, last - lost)
+            here = slice(first - lost, last - lost) if taken is None else taken - lost
             centre, at = self.centres[f"source/{name}"], columns[str(name)][0]
             for x in (source.keys[name], source.values[name]):
                 size = x.shape[1] * x.shape[3]
                 put_centred(x[0, :, here], centre[:size], rows[:, at : at + size])
                 centre, at = centre[size:], at + size
-        return Panel(rows, columns, (places - first).to(rows.device))
+        return Panel(rows, columns, index.to(rows.device))
 
     def _text_features(self, embeddings: Block | None, start: int, tokens: int) -> Repeated | None:
         """Return centred embeddings of distinct tokens [distinct, hidden], and which of them each row reads [rows, lags]."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvlingo.alignment import align
 from kvlingo.batches import prefill_batch, side_by_side
-from kvlingo.cache import KV, append_kv, concat, first_of, native_cache, read_cache, take_row, write_cache
+from kvlingo.cache import KV, append_kv, can_fork, concat, fork, native_cache, read_cache, take_row, write_cache
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.language_model import LanguageModel, cache_devices, native_layers, prefill, read, read_sinks
 from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan
@@ -452,7 +452,10 @@ def native_cache_of(plan: HandoffPlan, target: LanguageModel, state: ModelState 
     if state is None or not native:
         return None
     refuse_changed_angles(target, int(state.cache.get_seq_length()))
-    return first_of(state.cache, native, target.geometry, target.model.config)
+    if can_fork(state.cache, native, target.geometry, target.dtype, cache_devices(target)):
+        return fork(state.cache)
+    kv = read_cache(state.cache, target.rotary, target.geometry, stop=native, partial=True)
+    return target_cache(target, kv.to(dtype=target.dtype))
 
 
 def extend(target: LanguageModel, cache: Any, ids: Tensor, *, opening: int = 0) -> Any:

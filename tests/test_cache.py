@@ -17,9 +17,10 @@ from transformers import DynamicCache
 from kvlingo.cache import (
     KV,
     append_kv,
+    can_fork,
     concat,
-    first_of,
     flatten_heads,
+    fork,
     full_cache,
     native_cache,
     read_cache,
@@ -364,19 +365,33 @@ def test_appending_the_window_alone_lets_what_came_before_go() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("tokens", [12, 20])
-def test_the_first_tokens_of_a_cache_go_on_by_themselves(family: str, tokens: int) -> None:
+def test_what_a_model_can_go_on_from_a_fork_of(family: str) -> None:
     lm = tiny.language_model(family)
     ids = tiny.ids_of(lm, 20)
     written = write_cache(read(lm, ids), lm.rotary, lm.geometry, lm.model.config)
-    for cache in (prefill(lm, ids, full_length=True).cache, written):
-        if family == "gemma3" and cache is written and tokens < 20:
-            with pytest.raises(UnsupportedCache, match="window"):
-                first_of(cache, tokens, lm.geometry, lm.model.config)
-            continue
-        before = snapshot(cache)
-        grown = first_of(cache, tokens, lm.geometry, lm.model.config)
-        logits = prefill(lm, tiny.ids_of(lm, 5), cache=grown).logits
-        assert tiny.same(before, tensors_of(cache))
-        cold = prefill(lm, torch.cat((ids[:tokens], tiny.ids_of(lm, 5)))).logits
-        torch.testing.assert_close(logits, cold, atol=EXACT, rtol=0)
+    own, slides = [torch.device("cpu")] * len(lm.geometry), family == "gemma3"
+
+    def can(cache: Any, tokens: int = 20, dtype: torch.dtype = torch.float64, devices: Any = own) -> bool:
+        return can_fork(cache, tokens, lm.geometry, dtype, devices)
+
+    assert can(written)
+    assert can(prefill(lm, ids, full_length=True).cache)
+    assert can(prefill(lm, ids).cache) is not slides, "a window that keeps nothing of what leaves it"
+    assert not can(written, tokens=12)
+    assert not can(written, dtype=torch.float32)
+    assert not can(written, devices=[torch.device("meta")] * len(lm.geometry))
+    before = snapshot(written)
+    grown = fork(written)
+    logits = prefill(lm, tiny.ids_of(lm, 5), cache=grown).logits
+    assert tiny.same(before, tensors_of(written))
+    cold = prefill(lm, torch.cat((ids, tiny.ids_of(lm, 5)))).logits
+    torch.testing.assert_close(logits, cold, atol=EXACT, rtol=0)
+
+
+def test_a_layer_that_fell_behind_is_not_appended_to() -> None:
+    lm = tiny.language_model("llama")
+    whole = read(lm, tiny.ids_of(lm, 20))
+    grown = write_cache(whole.narrow(0, 12), lm.rotary, lm.geometry, lm.model.config)
+    grown.layers[1].keys, grown.layers[1].values = grown.layers[1].keys[:, :, :5], grown.layers[1].values[:, :, :5]
+    with pytest.raises(UnsupportedCache, match="layer 1 of the cache has not read the 12 tokens"):
+        append_kv(grown, whole.narrow(12, 20), lm.rotary, lm.geometry, lm.model.config)

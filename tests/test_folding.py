@@ -123,6 +123,21 @@ def test_in_single_precision_a_mean_far_above_the_spread_costs_nothing(kind: str
     assert_close(plain, fast, within=2e-5 * scale)
 
 
+def test_a_gap_in_the_source_costs_nothing() -> None:
+    translator, tokens = made("token before"), 3000
+    alignment = torch.cat((torch.arange(1, 16), torch.arange(tokens - 15, tokens)))
+    source = source_kv(tokens=tokens)
+    assert_close(*both(translator, alignment, source), within=1e-9)
+    folded = translator._folded
+    assert folded is not None
+    panel = folded._source_features([1, 2], source, alignment)
+    assert panel is not None
+    assert len(panel.rows) == 32, "the tokens that are read, and those before them"
+    panel = folded._source_features([1, 2], source, torch.arange(1, 41))
+    assert panel is not None
+    assert len(panel.rows) == 41
+
+
 def test_only_the_source_tokens_that_are_read_need_be_there() -> None:
     whole = source_kv()
     held = replace(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache, EncoderDecoderCache
 
 import kvlingo.handoff as handoff_module
+from kvlingo.cache import tensors_of
 from kvlingo.errors import BadInput, IncompatiblePair, UnsupportedCache
 from kvlingo.generation import generate, grown
 from kvlingo.handoff import HandOff, ModelState, common_prefix, hand_off, read_native
@@ -552,3 +555,91 @@ def test_hand_offs_work_inside_inference_mode(lm: LanguageModel) -> None:
     with torch.inference_mode():
         done = hand_off(FIRST, lm, lm, identity(lm))
         assert_cold(lm, done)
+
+
+# --- a target's own cache that is not what it seems ------------------------------------------------------------------------
+
+
+def shortened(layer: int, tokens: int) -> Callable[[Any], Any]:
+    def spoil(cache: Any) -> Any:
+        one = cache.layers[layer]
+        one.keys, one.values = one.keys[:, :, :tokens].contiguous(), one.values[:, :, :tokens].contiguous()
+        return cache
+
+    return spoil
+
+
+def lengthened(cache: Any) -> Any:
+    one = cache.layers[1]
+    one.keys, one.values = (torch.cat((x, x[:, :, :3]), 2) for x in (one.keys, one.values))
+    return cache
+
+
+def without_its_last_layer(cache: Any) -> Any:
+    cache.layers = cache.layers[:-1]
+    return cache
+
+
+def with_a_layer_too_many(cache: Any) -> Any:
+    cache.layers = [*cache.layers, deepcopy(cache.layers[0])]
+    return cache
+
+
+def of_two_rows(cache: Any) -> Any:
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.repeat(2, 1, 1, 1), layer.values.repeat(2, 1, 1, 1)
+    return cache
+
+
+def of_an_encoder_decoder(cache: Any) -> Any:
+    return EncoderDecoderCache(cache, DynamicCache())
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        shortened(0, 10),
+        shortened(1, 10),
+        shortened(2, 10),
+        lengthened,
+        without_its_last_layer,
+        with_a_layer_too_many,
+        of_two_rows,
+        of_an_encoder_decoder,
+    ],
+    ids=lambda f: getattr(f, "__name__", None),
+)
+def test_a_damaged_target_cache_is_read_again_and_says_so(spoil: Callable[[Any], Any]) -> None:
+    lm = tiny.language_model("llama")
+    source = read_native(FIRST + REPLY, lm)
+    target = read_native(FIRST, lm)
+    target = replace(target, cache=spoil(target.cache))
+    done = hand_off(FIRST + REPLY, lm, lm, identity(lm), source_state=source, target_state=target)
+    assert done.plan.fallback is not None
+    assert done.logits is not None
+    cold = tiny.cold_logits(lm, lm.ids(done.state.reading.ids))[-1]
+    torch.testing.assert_close(done.logits, cold, atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_target_cache_of_another_dtype_is_brought_to_the_models_own(family: str) -> None:
+    lm = tiny.language_model(family)
+    source, target = read_native(FIRST + REPLY, lm), read_native(FIRST, lm)
+    for layer in target.cache.layers:
+        layer.keys, layer.values = layer.keys.float(), layer.values.float()
+    done = hand_off(FIRST + REPLY, lm, lm, identity(lm), source_state=source, target_state=target)
+    assert done.plan.count(N) > 0
+    assert done.logits is not None
+    assert {x.dtype for x in tensors_of(done.state.cache) if x.is_floating_point()} == {torch.float64}
+    cold = tiny.cold_logits(lm, lm.ids(done.state.reading.ids))[-1]
+    torch.testing.assert_close(done.logits, cold, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_hand_over_leaves_the_target_s_earlier_cache_as_it_was(family: str) -> None:
+    lm = tiny.language_model(family)
+    source, target = read_native(FIRST + REPLY, lm), read_native(FIRST, lm)
+    before = [x.clone() for x in tensors_of(target.cache)]
+    hand_off(FIRST + REPLY, lm, lm, identity(lm), source_state=source, target_state=target)
+    assert tiny.same(before, list(tensors_of(target.cache)))
+    assert target.cache.get_seq_length() == len(target.reading)

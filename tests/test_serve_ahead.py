@@ -178,6 +178,42 @@ def test_a_conversation_that_has_gone_on_is_left_and_gone_on_with(monkeypatch: p
         assert found.ids == cold_ids(lm, [*messages, QUESTION])
 
 
+def test_what_is_no_longer_wanted_is_left_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "PIECE_TOKENS", 20)
+    monkeypatch.setattr(ahead, "LEAST_TOKENS", 12)
+    with twin_engine("llama", ahead=False, rule=ALWAYS) as (engine, lm):
+        (said,) = ask(engine, request_for(lm, "a", FIRST))
+        kept = list[Any]()
+        work = engine._ahead_of("b")
+        work._keep = lambda *a: kept.append(a)
+        work.put(request_for(lm, "b", [*FIRST, assistant(said.text)]))
+        assert [work.do_a_piece() for _ in range(3)] == [0.0] * 3
+        work.forget(request_for(lm, "b", [user("another one")]))
+        assert work.do_a_piece() == 0.0
+        assert work.counts["ahead_pieces"] == 3
+        work.forget(request_for(lm, "b", FIRST))
+        assert work.do_a_piece() == 0.0
+        assert work.do_a_piece() is None
+        assert (work.counts["ahead_pieces"], work.counts["ahead_abandoned"], kept) == (3, 1, [])
+
+
+def test_another_conversation_that_begins_alike_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "PIECE_TOKENS", 20)
+    monkeypatch.setattr(ahead, "LEAST_TOKENS", 12)
+    with twin_engine("llama", ahead=False, rule=ALWAYS) as (engine, lm):
+        preamble = tiny.text(60, seed=4)
+        assert len(preamble) > ahead.BEGINNING_CHARS
+        first = replace(request_for(lm, "a", FIRST), prompt=f"{preamble} one")
+        (said,) = ask(engine, first)
+        work = engine._ahead_of("b")
+        work.put(answered(first, said.text, "b"))
+        assert [work.do_a_piece() for _ in range(3)] == [0.0] * 3
+        work.put(replace(answered(first, said.text, "b"), prompt=f"{preamble} two"))
+        while work.counts["ahead_done"] < 1:
+            assert work.do_a_piece() == 0.0
+        assert work.counts["ahead_abandoned"] == 0
+
+
 def test_the_answer_becomes_part_of_what_is_asked_next() -> None:
     chat = answered(replace(request_for(LM, "a", FIRST), dial=Dial("reprefill", tail=9)), "yes", "b")
     assert chat.model == "b"

@@ -34,6 +34,10 @@ def _beginning(request: Request) -> str:
     return request.prompt[:BEGINNING_CHARS] if isinstance(request.prompt, str) else str(request.prompt[:2])
 
 
+def _begins(request: Request, beginning: Sequence[Message] | str) -> bool:
+    return request.prompt[: len(beginning)] == beginning
+
+
 def answered(request: Request, text: str, target: str) -> Request:
     """Return what another model will be asked to go on from: a request with its answer, without the dial it was given."""
     if isinstance(request.prompt, str):
@@ -52,9 +56,11 @@ class _Waiting:
         self._requests: OrderedDict[Key, Request] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __contains__(self, key: Key) -> bool:
+    def has_more(self, key: Key, request: Request) -> bool:
+        """Tell whether a later turn of this very conversation waits, not another one that begins alike."""
         with self._lock:
-            return key in self._requests
+            later = self._requests.get(key)
+        return later is not None and _begins(later, request.prompt)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -79,11 +85,7 @@ class _Waiting:
     def drop(self, place: Place, beginning: Sequence[Message] | str) -> int:
         """Forget all that begins so; return how many that were."""
         with self._lock:
-            gone = [
-                key
-                for key, request in self._requests.items()
-                if key[0] == place and request.prompt[: len(beginning)] == beginning
-            ]
+            gone = [key for key, request in self._requests.items() if key[0] == place and _begins(request, beginning)]
             for key in gone:
                 del self._requests[key]
             return len(gone)
@@ -103,6 +105,8 @@ class _Work:
     offer: Offer
     state: ModelState | None
     tokens: int
+    pieces: int = 0
+    is_wanted: bool = True
 
 
 class Ahead:
@@ -143,6 +147,9 @@ class Ahead:
         """Drop what goes on from a request that the target has just answered itself. Any thread may call."""
         place, _ = self._key(request)
         self.counts["ahead_abandoned"] += self._waiting.drop(place, request.prompt)
+        work = self._work
+        if work is not None and work.key[0] == place and _begins(work.prompt.request, request.prompt):
+            work.is_wanted = False
 
     def do_a_piece(self) -> float | None:
         """Translate up to `PIECE_TOKENS` tokens; return in how many seconds to go on, None for nothing to do."""
@@ -180,7 +187,7 @@ class Ahead:
         self._work = _Work(key, prompt, offer, own.snapshot.state if own else None, own.tokens if own else 0)
 
     def _go_on(self, work: _Work) -> None:
-        if work.key in self._waiting:
+        if not work.is_wanted or self._waiting.has_more(work.key, work.prompt.request):
             self._stop_at(work)
             return
         whole = len(work.prompt.reading)
@@ -193,15 +200,18 @@ class Ahead:
             return
         self.counts["ahead_pieces"] += 1
         self.counts["ahead_tokens"] += until - work.tokens
-        work.state, work.tokens = state, until
+        work.state, work.tokens, work.pieces = state, until, work.pieces + 1
         if until == whole:
             self._work = None
             self._keep(work.prompt, state)
             self.counts["ahead_done"] += 1
 
     def _stop_at(self, work: _Work) -> None:
-        """Leave a conversation that has gone on meanwhile. What was made of it is kept: its next turn begins with it."""
+        """Leave a conversation that has gone on meanwhile; what was made of it is kept, since its next turn begins with it.
+
+        Of one that the target has answered itself nothing is kept: the target holds its own.
+        """
         self._work = None
         self.counts["ahead_abandoned"] += 1
-        if work.state is not None:
+        if work.is_wanted and work.pieces and work.state is not None:
             self._keep(work.prompt, work.state)
