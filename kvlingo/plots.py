@@ -102,6 +102,129 @@ def draw_times(record: dict[str, Any], file: Path) -> None:
     save_figure(figure, file)
 
 
+LINES = ("tail", "sink", "native layers")
+LEAST_KL = 1e-4
+
+
+def draw_frontier(record: dict[str, Any], file: Path) -> None:
+    """Draw KL to native against cost, one panel a length: lines of the dial, controls, quantised caches, a re-prefill at the end.
+
+    Args:
+        record: what `frontier.frontier` gives. KL is logarithmic; what lies below `LEAST_KL` is drawn there.
+        file: where to; written whole or not at all.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+        BadInput: the file can't be written.
+    """
+    figure, panels = empty_panels(len(record["contexts"]))
+    for axes, length in zip(panels, record["contexts"], strict=True):
+        draw_length(axes, length)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+    figure.suptitle(f"{record['pair']['source']} → {record['pair']['target']}: quality against compute")
+    save_figure(figure, file)
+
+
+def draw_length(axes: Any, length: dict[str, Any]) -> None:
+    """Draw one length of context."""
+    points = length["points"]
+    names = list(dict.fromkeys(point["sweep"] for point in points))
+    plain = next((point for point in points if point["sweep"] == "tail"), None)
+    for number, name in enumerate(names):
+        rows = [point for point in points if point["sweep"] == name]
+        rows += [plain] if plain is not None and name != "tail" else []  # every line starts at the shortest dial
+        rows = sorted(rows, key=lambda row: row["share_of_reprefill"])
+        style = "o-" if name in LINES else "s--" if rows[0]["knowable"] and "random" not in name else "x:"
+        xs, ys = [row["share_of_reprefill"] for row in rows], [shown_kl(row) for row in rows]
+        axes.plot(xs, ys, style, color=f"C{number % 10}", linewidth=1.2, markersize=4, label=name)
+    best = sorted((p for p in points if p["on_frontier"]), key=lambda row: row["share_of_reprefill"])
+    xs, ys = [row["share_of_reprefill"] for row in best], [shown_kl(row) for row in best]
+    axes.step(xs, ys, where="post", color="#999999", linewidth=6, alpha=0.3, zorder=0, label="nothing nearer for less")
+    for row in length["controls"]:
+        axes.plot(row["share_of_reprefill"], shown_kl(row), "v", color="#555555", markersize=6)
+        beside(axes, row["name"].replace("_", " "), (row["share_of_reprefill"], shown_kl(row)))
+    for row in length["quantised"]:
+        if row["keys_by"] == "token":
+            axes.axhline(shown_kl(row), color="#b3372f", linestyle=":", linewidth=1)
+            axes.annotate(
+                row["name"],
+                (1, shown_kl(row)),
+                xycoords=("axes fraction", "data"),
+                ha="right",
+                va="bottom",
+                color="#b3372f",
+                fontsize="small",
+            )
+    end = length["reprefill"]
+    axes.plot(end["share_of_reprefill"], LEAST_KL, "*", color="black", markersize=11)
+    beside(axes, "re-prefill: KL 0", (end["share_of_reprefill"], LEAST_KL), ha="right")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=0.7 * LEAST_KL)
+    axes.set_xlabel("share of a re-prefill's compute")
+    axes.set_ylabel("KL to native, nats per token")
+    axes.set_title(f"{length['context_tokens']:,} tokens, {length['num_documents']} held-out texts")
+    axes.grid(alpha=0.25, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def shown_kl(row: dict[str, Any]) -> float:
+    """Return a row's KL as it is drawn."""
+    return max(float(row["kl_nats"]["mean"]), LEAST_KL)
+
+
+def beside(axes: Any, text: str, place: tuple[float, float], ha: str = "left") -> None:
+    """Write beside a mark."""
+    shift = 6 if ha == "left" else -8
+    axes.annotate(text, place, xytext=(shift, 3), textcoords="offset points", ha=ha, fontsize="small", color="#333333")
+
+
+def draw_drift(record: dict[str, Any], file: Path) -> None:
+    """Draw KL to native after each switch, one panel a direction, a line for each rule; write a PNG.
+
+    Args:
+        record: what `drift.drift` gives.
+        file: where to; written whole or not at all.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+        BadInput: the file can't be written.
+    """
+    directions = list(dict.fromkeys(row["direction"] for row in record["turns"]))
+    figure, panels = empty_panels(len(directions))
+    for axes, direction in zip(panels, directions, strict=True):
+        for number, (rule, label) in enumerate(record["rules"].items()):
+            rows = [r for r in record["turns"] if r["direction"] == direction and r["rule"] == rule]
+            turns, kl = [r["turn"] for r in rows], [r["kl_nats"]["mean"] for r in rows]
+            axes.plot(turns, kl, "o-", color=f"C{number}", linewidth=1.6, markersize=4, label=label)
+            ends = [(r["kl_nats"]["low"], r["kl_nats"]["high"]) for r in rows]
+            if all(low is not None for low, _ in ends):
+                axes.fill_between(
+                    turns, [low for low, _ in ends], [high for _, high in ends], color=f"C{number}", alpha=0.15
+                )
+        axes.set_xlabel("switch")
+        axes.set_ylabel("KL to native, nats per token")
+        axes.set_ylim(bottom=0)
+        axes.set_title(direction)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
+    tokens = f"{record['turn_tokens']} new tokens a turn, {record['num_documents']} held-out texts"
+    figure.suptitle(f"{record['pair']['a']} ⇄ {record['pair']['b']}: {tokens}")
+    save_figure(figure, file)
+
+
+def empty_panels(count: int) -> tuple[Any, list[Any]]:
+    """Return a figure that is drawn off screen, and `count` axes side by side."""
+    figure, first = empty_figure()
+    first.remove()
+    figure.set_size_inches(6.4 * count + 0.8, 5.6)
+    axes = figure.subplots(1, count, squeeze=False)
+    return figure, list(axes[0])
+
+
 def empty_figure() -> tuple[Any, Any]:
     """Return a figure that is drawn off screen, and its axes. Raises `MissingExtra` without matplotlib."""
     try:

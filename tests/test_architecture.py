@@ -17,10 +17,10 @@ ORDER = re.findall(
     r"\w+",
     """
     errors files gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck
-    fingerprints language_model models outline batches pairing plan cost forecast traffic texts stats ridge translator
-    corpus metrics handoff generation timing calibration arms
-    shapes public_shapes collecting judging fitting whitening objective distillation environment report evaluation manifest
-    readme store workplace assets plots progress facts jobs trials benchmark sheets demo cli
+    fingerprints language_model models outline batches anchors recompute pairing plan cost forecast traffic texts stats ridge
+    translator corpus metrics trust confidence signs handoff generation timing calibration arms
+    shapes public_shapes collecting judging fitting whitening objective distillation environment report evaluation quantised
+    frontier reliability drift manifest readme store workplace assets plots progress facts jobs trials benchmark sheets demo cli
     """,
 )
 
