@@ -136,10 +136,11 @@ def fit_confidence(
     """
     labels = torch.tensor([j.kl_nats > kl_nats for j in judged], dtype=torch.float64)
     bad = int(labels.sum())
-    if not 2 <= bad <= len(judged) - 2:
+    if min(bad, len(judged) - bad) < 2:
+        half = sorted(j.kl_nats for j in judged)[len(judged) // 2]
         raise BadInput(
-            f"{bad} of {len(judged)} hand-overs have a KL above {kl_nats:g} nats, so there is nothing to tell apart; give more "
-            "documents, a longer --context, or another limit: --kl"
+            f"{bad} of {len(judged)} hand-overs have a KL above {kl_nats:g} nats (half of them one of {half:.3g} or more), so there "
+            "is nothing to tell apart; give more documents, a longer --context, or another limit: --kl"
         )
     names, rows = table(judged)
     folds = fold_of([j.cluster for j in judged], seed)

@@ -65,7 +65,7 @@ class FrontierOptions:
     native_layers: tuple[int, ...] | None = None
     shares: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2)
     blocks: tuple[int, ...] = (1, 16)
-    by: tuple[str, ...] = ("spread", RANDOM, "distance", "key_norm", "surprise", ORACLE)
+    by: tuple[str, ...] = ("spread", RANDOM, "distance", "surprise", ORACLE)
     anchored_tails: tuple[int, ...] = (1,)
     bits: tuple[int, ...] = (2, 3, 4)
     group: int = 32
@@ -109,7 +109,8 @@ def points_of(options: FrontierOptions, target: LanguageModel) -> list[Point]:
     sink, tail = min(options.sinks), min(options.tails)
     found = [Point("tail", sink, t) for t in options.tails]
     found += [Point("sink", s, tail) for s in options.sinks]
-    found += [Point("native layers", sink, t, m) for t in options.tails[:: len(options.tails) - 1 or 1] for m in layers]
+    ends = sorted({tail, max(options.tails)})
+    found += [Point(f"native layers, tail {t}", sink, t, m) for t in ends for m in layers]
     for under in options.anchored_tails:
         found += [
             Point(sweep_of(by, block), sink, under, 2 if by == "deviation" else 0, Anchors(by, share, block))
