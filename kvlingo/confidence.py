@@ -139,8 +139,8 @@ def fit_confidence(
     if min(bad, len(judged) - bad) < 2:
         half = sorted(j.kl_nats for j in judged)[len(judged) // 2]
         raise BadInput(
-            f"{bad} of {len(judged)} hand-overs have a KL above {kl_nats:g} nats (half of them one of {half:.3g} or more), so there "
-            "is nothing to tell apart; give more documents, a longer --context, or another limit: --kl"
+            f"{bad} of {len(judged)} hand-overs have a KL above {kl_nats:g} nats (half of them one of {half:.3g} or more), so "
+            "there is nothing to tell apart; give more documents, a longer --context, or another limit: --kl"
         )
     names, rows = table(judged)
     folds = fold_of([j.cluster for j in judged], seed)

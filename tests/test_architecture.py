@@ -20,7 +20,8 @@ ORDER = re.findall(
     fingerprints language_model models outline batches anchors recompute pairing plan cost forecast traffic texts stats ridge
     translator corpus metrics trust confidence signs handoff generation timing calibration arms
     shapes public_shapes collecting judging fitting whitening objective distillation environment report evaluation quantised
-    frontier reliability drift manifest readme store workplace assets plots progress facts jobs trials benchmark sheets demo cli
+    frontier reliability drift questions manifest readme store workplace assets plots progress facts jobs trials benchmark
+    sheets demo cli
     """,
 )
 
