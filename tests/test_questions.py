@@ -21,7 +21,6 @@ from kvlingo.questions import (
     ask,
     beats,
     one_cell,
-    question_example,
     summarise,
     table,
 )
