@@ -103,6 +103,7 @@ def draw_times(record: dict[str, Any], file: Path) -> None:
 
 
 LEAST_KL = 1e-4
+BELOW = {"tail_only": -11, "token_only": -11}
 MARKS, DASHES = "osD^v", ("-", "--", "-.", ":")
 
 
@@ -146,10 +147,10 @@ def draw_length(axes: Any, length: dict[str, Any]) -> None:
     best = sorted((p for p in points if p["on_frontier"]), key=lambda row: row["share_of_reprefill"])
     xs, ys = [row["share_of_reprefill"] for row in best], [shown_kl(row) for row in best]
     axes.step(xs, ys, where="post", color="#999999", linewidth=6, alpha=0.3, zorder=0, label="nothing nearer for less")
-    for number, row in enumerate(length["controls"]):
+    for row in length["controls"]:
         place = row["share_of_reprefill"], shown_kl(row)
         axes.plot(*place, "v", color="#555555", markersize=6)
-        beside(axes, row["name"].replace("_", " "), place, up=(-9, 3)[number % 2])
+        beside(axes, row["name"].replace("_", " "), place, up=BELOW.get(row["name"], 4))
     for row in length["quantised"]:
         if row["keys_by"] == "token":
             axes.axhline(shown_kl(row), color="#b3372f", linestyle=":", linewidth=1)
