@@ -6,7 +6,7 @@ Knows examples, plans and costs. Every point reads the same documents, so that d
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from kvlingo.evaluation import (
     plan_of,
     wrong_document,
 )
-from kvlingo.handoff import assemble, choose_anchors, continuation_logits, translate
+from kvlingo.handoff import assemble, choose_anchors, continuation_logits, middle_doubts, translate
 from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.metrics import DocumentScores, estimates, nll_nats, paired_kl_ratio
 from kvlingo.plan import HandoffPlan, with_anchors
@@ -40,7 +40,9 @@ from kvlingo.translator import Translator
 from kvlingo.trust import first_layers_of
 
 CONTROLS = ("token_only", "tail_only", "no_context", "wrong_document")
-RANDOM, ORACLE = "random", "oracle"
+RANDOM, ORACLE, DEVIATION = "random", "oracle", "deviation"
+DEVIATION_LAYERS = 2
+PIECE_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,13 @@ class Point:
     def beside(self, by: str) -> Point:
         """Return the same setting with other anchors."""
         assert self.anchors is not None
-        return replace(self, sweep=sweep_of(by, self.anchors.block), anchors=replace(self.anchors, by=by))
+        sweep = sweep_of(by, self.anchors.block, self.native_layers)
+        return replace(self, sweep=sweep, anchors=replace(self.anchors, by=by))
 
 
-def sweep_of(by: str, block: int) -> str:
+def sweep_of(by: str, block: int, native: int) -> str:
     """Name the line of a choice of anchors."""
-    return f"anchors: {by}, by {block}"
+    return f"anchors: {by}, by {block}" + (f", {native} native layers" if native else "")
 
 
 def points_of(options: FrontierOptions, target: LanguageModel) -> list[Point]:
@@ -111,10 +114,13 @@ def points_of(options: FrontierOptions, target: LanguageModel) -> list[Point]:
     found += [Point("sink", s, tail) for s in options.sinks]
     ends = sorted({tail, max(options.tails)})
     found += [Point(f"native layers, tail {t}", sink, t, m) for t in ends for m in layers]
+    choices = [(by, DEVIATION_LAYERS if by == DEVIATION else 0) for by in options.by]
+    if {DEVIATION, RANDOM} <= set(options.by):
+        choices.append((RANDOM, DEVIATION_LAYERS))  # as many random tokens for as much: deviation needs native layers
     for under in options.anchored_tails:
         found += [
-            Point(sweep_of(by, block), sink, under, 2 if by == "deviation" else 0, Anchors(by, share, block))
-            for by in options.by
+            Point(sweep_of(by, block, native), sink, under, native, Anchors(by, share, block))
+            for by, native in choices
             for block in options.blocks
             for share in options.shares
         ]
@@ -136,6 +142,7 @@ class Known:
     source_nats: Tensor | None
     whole: HandoffPlan
     middle: KV
+    doubts: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
 
 class Sweep:
@@ -154,10 +161,7 @@ class Sweep:
         whole = plan_of(example, EvaluationOptions(sink=min(self.options.sinks), tail=1))
         source_ids = source.ids(example.source.ids)
         source_kv, truth = read(source, source_ids), read(target, ids)
-        nats = None
-        if "surprise" in self.options.by:
-            logits = prefill(source, source_ids, logits_to_keep=0).logits
-            nats = torch.cat((torch.zeros(1), nll_nats(logits[:-1], source_ids[1:]).float().cpu()))
+        nats = surprises(source, source_ids) if "surprise" in self.options.by else None
         exact = max(1, self.translator.config.first_layer)
         middle = translate(
             whole,
@@ -183,18 +187,25 @@ class Sweep:
         if not anchors.needs_scores:
             plan = with_anchors(plan, anchors.pick(*plan.translated))
             return plan, self._middle(known, plan)
-        return choose_anchors(
-            plan,
-            anchors,
-            self.target,
-            self.translator,
-            known.source_kv,
-            known.example.alignment,
-            known.ids,
-            middle=middle,
-            source_nats=known.source_nats,
-            truth=known.truth.narrow(*plan.translated),
-        )
+        return choose_anchors(plan, anchors, self._doubts(known, plan, middle, anchors.by), middle)
+
+    def _doubts(self, known: Known, plan: HandoffPlan, middle: KV, by: str) -> Tensor:
+        """Return a signal's scores, worked out once for all shares and blocks."""
+        key = (by, *plan.translated, plan.native_layers)
+        if key not in known.doubts:
+            known.doubts[key] = middle_doubts(
+                plan,
+                by,
+                self.target,
+                self.translator,
+                known.source_kv,
+                known.example.alignment,
+                known.ids,
+                middle=middle,
+                source_nats=known.source_nats,
+                truth=known.truth.narrow(*plan.translated),
+            )
+        return known.doubts[key]
 
     def _middle(self, known: Known, plan: HandoffPlan) -> KV:
         """Cut a plan's middle out of what was translated once, its native layers from the target's own cache."""
@@ -228,7 +239,7 @@ class Sweep:
         """Return what a setting costs on one example, as a share of a re-prefill."""
         chosen = point.anchors is not None and point.anchors.needs_scores
         flops = plan_flops(self.cost, self.weights, plan, is_chosen_by_signal=chosen)
-        if point.anchors is not None and point.anchors.by == "deviation":
+        if point.anchors is not None and point.anchors.by == DEVIATION:
             start, stop = plan.translated  # the maps of the native layers, run to be compared with them
             flops += 2.0 * sum(self.weights[: plan.native_layers]) * (stop - start)
         return flops / pass_flops(self.cost, plan.tokens)
@@ -238,6 +249,20 @@ class Sweep:
         keep = known.whole.translated[0]
         kv = quantise(self.target, known.truth.narrow(0, len(known.ids) - 1), how, keep_first=keep)
         return continuation_logits(self.target, kv, known.ids[-1:], known.follow)
+
+
+def surprises(lm: LanguageModel, ids: Tensor) -> Tensor:
+    """Return how much each token surprised a model that reads them all, [tokens], 0 for the first: a piece at a time.
+
+    A large vocabulary's logits of a long text would not fit beside two models.
+    """
+    found, cache = [torch.zeros(1)], None
+    for start in range(0, len(ids) - 1, PIECE_TOKENS):
+        piece = ids[start : min(start + PIECE_TOKENS, len(ids) - 1)]
+        done = prefill(lm, piece, cache=cache, full_length=True, logits_to_keep=0)
+        cache = done.cache
+        found.append(nll_nats(done.logits, ids[start + 1 : start + 1 + len(piece)]).float().cpu())
+    return torch.cat(found)
 
 
 @torch.no_grad()
@@ -412,7 +437,7 @@ def against_chance(
         anchors = point.anchors
         if anchors is None or anchors.by == RANDOM:
             continue
-        chance = replace(point.beside(RANDOM), native_layers=point.native_layers)
+        chance = point.beside(RANDOM)
         if chance.name not in names:
             continue
         ratio = paired_kl_ratio(scores, chance.name, point.name)

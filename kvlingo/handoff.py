@@ -492,7 +492,10 @@ def carry_out(
             )
         middle = None
         if anchors is not None and is_chosen_here:
-            plan, middle = choose_anchors(plan, anchors, target, translator, source_kv, alignment - offset, ids)
+            known = (target, translator, source_kv, alignment - offset, ids)
+            middle = translate(plan, *known, skip=[0] * len(target.geometry))
+            scores = middle_doubts(plan, anchors.by, *known, middle=middle)
+            plan, middle = choose_anchors(plan, anchors, scores, middle)
         if plan.fallback:
             return plan, None if prefix is None else target_cache(target, prefix)
         kv = assemble(plan, target, translator, source_kv, alignment - offset, ids, prefix=prefix, middle=middle)
@@ -502,32 +505,26 @@ def carry_out(
         return reprefill_plan(tokens, str(error)), None
 
 
-def choose_anchors(
+def middle_doubts(
     plan: HandoffPlan,
-    anchors: Anchors,
+    by: str,
     target: LanguageModel,
     translator: Translator,
     source_kv: KV | None,
     alignment: Tensor,
     ids: Tensor,
     *,
-    middle: KV | None = None,
-    first_layers: KV | None = None,
+    middle: KV,
     source_nats: Tensor | None = None,
     truth: KV | None = None,
-) -> tuple[HandoffPlan, KV]:
-    """Return the plan with the least trusted tokens as anchors, and its middle as the maps give it.
+) -> Tensor:
+    """Return how little each token of a plan's middle is trusted by a signal: [tokens].
 
     Args:
-        middle: the plan's middle with every layer in full, where the caller has it.
+        middle: what the maps give for it, with every layer in full.
         source_nats, truth: what some signals look at (`trust.Evidence`); others as for `assemble`.
     """
     start, stop = plan.translated
-    if middle is None:
-        everything = [0] * len(target.geometry)
-        middle = translate(
-            plan, target, translator, source_kv, alignment, ids, first_layers=first_layers, skip=everything
-        )
     device, dtype = place_of(translator)
     evidence = Evidence(
         target,
@@ -541,9 +538,14 @@ def choose_anchors(
         source_nats,
         truth,
     )
-    chosen = with_anchors(
-        plan, anchors.pick(start, stop, doubts(evidence, anchors.by).tolist()), f"anchor: least trusted by {anchors.by}"
-    )
+    return doubts(evidence, by)
+
+
+def choose_anchors(plan: HandoffPlan, anchors: Anchors, scores: Tensor, middle: KV) -> tuple[HandoffPlan, KV]:
+    """Return the plan with its least trusted tokens as anchors, and its middle: what lies between sinks and tail now."""
+    start, stop = plan.translated
+    picked = anchors.pick(start, stop, scores.tolist())
+    chosen = with_anchors(plan, picked, f"anchor: least trusted by {anchors.by}")
     first, last = chosen.translated
     return chosen, middle if chosen.fallback else middle.narrow(first - start, last - start)
 

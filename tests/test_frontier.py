@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import kvlingo.frontier as frontier_module
 from kvlingo.anchors import Anchors
 from kvlingo.cache import KV
 from kvlingo.cost import TargetCost, attention_flops, handoff_flops, pass_flops, plan_flops
@@ -18,6 +19,7 @@ from kvlingo.errors import BadInput
 from kvlingo.evaluation import Controls, EvaluationOptions, choose_examples
 from kvlingo.frontier import FrontierOptions, Point, Sweep, frontier, points_of
 from kvlingo.language_model import LanguageModel, read
+from kvlingo.metrics import nll_nats
 from kvlingo.plan import plan_handoff, reprefill_plan
 from kvlingo.quantised import Quantisation, quantise, rounded, rounded_groups
 from kvlingo.translator import Translator, identity_translator
@@ -192,9 +194,30 @@ def test_an_exact_translator_is_exact_at_every_point() -> None:
         model, model, identity_translator(model.geometry, torch.float64), tiny.documents(6, 60), options=small
     )
     rows = found["contexts"][0]["points"]
-    assert {row["sweep"] for row in rows} >= {"anchors: surprise, by 1", "anchors: deviation, by 1"}
+    assert {row["sweep"] for row in rows} >= {"anchors: surprise, by 1", "anchors: deviation, by 1, 2 native layers"}
     assert max(row["kl_nats"]["mean"] for row in rows) < 1e-8
     assert found["contexts"][0]["selection"] == []  # nothing was chosen at random
+
+
+def test_deviation_is_compared_with_chance_at_its_own_cost() -> None:
+    names = [p.name for p in points_of(replace(OPTIONS, by=("random", "deviation"), blocks=(1,)), lm())]
+    assert names[-3:] == [
+        "sink 1, tail 1, 30% random by 1",
+        "sink 1, tail 1, 2 native layers, 30% deviation by 1",
+        "sink 1, tail 1, 2 native layers, 30% random by 1",
+    ]
+
+
+@torch.no_grad()
+def test_surprise_is_read_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lm()
+    ids = tiny.ids_of(model, 30)
+    wanted = nll_nats(tiny.cold_logits(model, ids)[:-1], ids[1:]).float()
+    for size in (7, 29, 64):
+        monkeypatch.setattr(frontier_module, "PIECE_TOKENS", size)
+        found = frontier_module.surprises(model, ids)
+        assert found[0] == 0
+        torch.testing.assert_close(found[1:], wanted, atol=1e-5, rtol=0)
 
 
 # --- costs -------------------------------------------------------------------------------------------------------------
