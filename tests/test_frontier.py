@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import kvlingo.frontier as frontier_module
+from bench import tables
 from kvlingo.anchors import Anchors
 from kvlingo.cache import KV
 from kvlingo.cost import TargetCost, attention_flops, handoff_flops, pass_flops, plan_flops
@@ -312,3 +313,14 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     draw_frontier(record(), file)
     assert file.read_bytes().startswith(b"\x89PNG")
     assert file.stat().st_size > 20_000
+
+
+def test_the_tables_show_the_frontier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "load", lambda name: record() if name == "frontier-smollm2-gemma" else None)
+    rows = tables.frontier().splitlines()[2:]
+    best = [p for p in record()["contexts"][0]["points"] if p["on_frontier"]]
+    assert len(rows) == 4 + len(best) + 2
+    assert any(row.startswith(f"| SmolLM2 → Gemma | 40 | {best[0]['name']} | ") for row in rows)
+    assert len(tables.selection().splitlines()) == 2 + len(record()["contexts"][0]["selection"])
+    monkeypatch.setattr(tables, "load", lambda _: None)
+    assert tables.frontier() == tables.selection() == "Not measured yet.\n"
