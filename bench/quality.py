@@ -4,6 +4,8 @@
     python -m bench.quality distill    --direction smollm2-gemma --work DIR --minutes 27
     python -m bench.quality distill    --direction smollm2-gemma --work DIR --control --steps N
     python -m bench.quality evaluate   --direction smollm2-gemma --work DIR --context 192 --out results/NAME.json
+    python -m bench.quality frontier   --direction smollm2-gemma --work DIR --lengths 192,1024 --out results/NAME.json
+    python -m bench.quality confidence --direction smollm2-gemma --work DIR --lengths 192,1024 --out results/NAME.json
 
 Everything else that a run depends on is written below, so that a result names its command and nothing more. Training runs in
 bfloat16 where the processor multiplies it natively; evaluation always in float32.
@@ -29,13 +31,17 @@ from kvlingo.collecting import load_statistics
 from kvlingo.distillation import DistillOptions, distill
 from kvlingo.evaluation import Controls, EvaluationOptions, evaluate
 from kvlingo.fitting import Fit, control, fit
+from kvlingo.frontier import FrontierOptions, frontier
 from kvlingo.language_model import LanguageModel
 from kvlingo.models import default_cache_dir, load_model
+from kvlingo.plots import draw_frontier
+from kvlingo.reliability import ReliabilityOptions, judge_confidence
 from kvlingo.shapes import FitOptions, base_config, source_free, text_free
-from kvlingo.sheets import print_report
+from kvlingo.sheets import print_frontier, print_report
 from kvlingo.store import Manifest, ModelCard, load_translator, save_translator
 from kvlingo.texts import Document, split_documents
 from kvlingo.translator import Translator
+from kvlingo.trials import confidence_lines
 
 TOKENS = {"smollm2-gemma": 200_000, "gemma-smollm2": 120_000}
 FIT = FitOptions(
@@ -60,13 +66,20 @@ DISTILL = DistillOptions(
 def main() -> None:
     """Run one step of the tables."""
     arguments = parse()
-    {"fit": run_fit, "distill": run_distill, "evaluate": run_evaluate}[arguments.step](arguments)
+    steps = {
+        "fit": run_fit,
+        "distill": run_distill,
+        "evaluate": run_evaluate,
+        "frontier": run_frontier,
+        "confidence": run_confidence,
+    }
+    steps[arguments.step](arguments)
 
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=("fit", "distill", "evaluate"))
+    parser.add_argument("step", choices=("fit", "distill", "evaluate", "frontier", "confidence"))
     parser.add_argument("--direction", choices=("smollm2-gemma", "gemma-smollm2"), required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=default_cache_dir())
@@ -79,6 +92,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=192)
     parser.add_argument("--tail", type=int, default=1)
     parser.add_argument("--documents", type=int, default=48)
+    parser.add_argument("--lengths", default="192,1024", help="contexts of frontier and confidence")
+    parser.add_argument("--by", help="choices of anchors; all that the target knows if not given")
+    parser.add_argument("--shares", default="0.02,0.05,0.1,0.2")
+    parser.add_argument("--blocks", default="1,16")
+    parser.add_argument("--kl", type=float, default=0.5, help="what makes a hand-over a bad one")
     parser.add_argument("--passkeys", type=int, default=24)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -171,18 +189,13 @@ def run_distill(arguments: argparse.Namespace) -> None:
 def run_evaluate(arguments: argparse.Namespace) -> None:
     """Score the distilled translator, with ridge and all controls as further arms of the same run."""
     source, target = models(arguments, "float32")
-    found: dict[str, Translator] = {}
-    for name in ("ridge", "distilled", "token_only", "no_text", "token_only_distilled"):
-        if (arguments.work / name).is_dir():
-            found[name] = load_translator(arguments.work / name)[0].eval()
-    translator = found.pop("distilled", None) or found["ridge"]
+    translator, controls = made(arguments.work)
     options = EvaluationOptions(
         context_tokens=arguments.context,
         tail=arguments.tail,
         documents=arguments.documents,
         passkeys=arguments.passkeys,
     )
-    controls = Controls(found.pop("token_only", None), found.pop("no_text", None), found)
     documents = held_out_and_training(arguments.cache / "corpora").held_out
     report = evaluate(source, target, translator, documents, controls=controls, options=options, progress=tell)
     print_report(report, Console(stderr=True, width=150))
@@ -190,6 +203,53 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(report.to_json() + "\n", encoding="utf-8")
     print(report.to_json())
+
+
+def made(work: Path) -> tuple[Translator, Controls]:
+    """Load what the steps before made: the distilled translator (the ridge one without it), and all that stands beside it."""
+    found: dict[str, Translator] = {}
+    for name in ("ridge", "distilled", "token_only", "no_text", "token_only_distilled"):
+        if (work / name).is_dir():
+            found[name] = load_translator(work / name)[0].eval()
+    translator = found.pop("distilled", None) or found["ridge"]
+    return translator, Controls(found.pop("token_only", None), found.pop("no_text", None), found)
+
+
+def run_frontier(arguments: argparse.Namespace) -> None:
+    """Sweep the dial; a picture goes beside the JSON."""
+    source, target = models(arguments, "float32")
+    translator, controls = made(arguments.work)
+    normed = ("key_norm",) if any(weight is not None for weight in target.key_norms) else ()
+    options = FrontierOptions(
+        contexts=tuple(map(int, arguments.lengths.split(","))),
+        documents=arguments.documents,
+        by=tuple(arguments.by.split(",")) if arguments.by else (*FrontierOptions.by, *normed),
+        shares=tuple(map(float, arguments.shares.split(","))),
+        blocks=tuple(map(int, arguments.blocks.split(","))),
+    )
+    documents = held_out_and_training(arguments.cache / "corpora").held_out
+    record = frontier(source, target, translator, documents, controls=controls, options=options, progress=tell)
+    print_frontier(record, Console(stderr=True, width=150))
+    if arguments.out:
+        draw_frontier(record, arguments.out.with_suffix(".png"))
+    finish(arguments, record)
+
+
+def run_confidence(arguments: argparse.Namespace) -> None:
+    """Fit and judge what tells bad hand-overs; with a distilled or ridge translator as it is, nothing is written into it."""
+    source, target = models(arguments, "float32")
+    translator, _ = made(arguments.work)
+    options = ReliabilityOptions(
+        contexts=tuple(map(int, arguments.lengths.split(","))),
+        documents=arguments.documents,
+        tail=max(arguments.tail, 2),
+        kl_nats=arguments.kl,
+    )
+    documents = held_out_and_training(arguments.cache / "corpora").held_out
+    _, record = judge_confidence(source, target, translator, documents, options=options, progress=tell)
+    for line in confidence_lines(record):
+        print(line, file=sys.stderr)
+    finish(arguments, record)
 
 
 def save(folder: Path, translator: Translator, source: LanguageModel, target: LanguageModel, options: Any) -> None:

@@ -259,9 +259,109 @@ def share_cell(apply: dict[str, Any] | None) -> str:
     return "–" if apply is None else f"{apply['share_of_gemm_rate']:.0%}"
 
 
+def frontier() -> str:
+    """Return what nothing is nearer to native for less, at every length of every direction, beside the yardsticks."""
+    lines = [
+        "| direction | context | dial | share of a re-prefill's compute | KL to native, nats | top-1 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for direction, label in NAMES.items():
+        record = load(f"frontier-{direction}")
+        for length in record["contexts"] if record else ():
+            best = sorted((p for p in length["points"] if p["on_frontier"]), key=lambda p: p["share_of_reprefill"])
+            yardsticks = [row for row in length["quantised"] if row["keys_by"] == "token"]
+            for row in (*length["controls"], *best, *yardsticks):
+                share = row.get("share_of_reprefill")
+                cells = [label, f"{length['context_tokens']:,}", row["name"].replace("_", " ")]
+                cells += [
+                    "–" if share is None else f"{share:.1%}",
+                    interval(row["kl_nats"]),
+                    interval(row["top1_agreement"], 2),
+                ]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n" if len(lines) > 2 else "Not measured yet.\n"
+
+
+def selection() -> str:
+    """Return how much nearer each choice of anchors is than as many random ones."""
+    lines = [
+        "| direction | context | anchors by | share | blocks of | KL, nats | nearer than random ones by, nats (paired) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for direction, label in NAMES.items():
+        record = load(f"frontier-{direction}")
+        for length in record["contexts"] if record else ():
+            for row in length["selection"]:
+                cells = [label, f"{length['context_tokens']:,}", row["by"], f"{row['share']:.0%}", str(row["block"])]
+                cells += [interval(row["kl_nats"]), interval(row["nearer_than_random_nats"])]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n" if len(lines) > 2 else "Not measured yet.\n"
+
+
+def confidence() -> str:
+    """Return what a confidence is worth on texts left out, by direction."""
+    lines = [
+        "| direction | hand-overs | bad ones | precision | recall | AUC | mean KL, nats | with re-prefills for those flagged |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for direction, label in NAMES.items():
+        record = load(f"confidence-{direction}")
+        if record is None:
+            continue
+        fitted = record["confidence"]["fitted"]
+        worth = fitted["left_out"]
+        precision, area = ("–" if worth[name] is None else f"{worth[name]:.2f}" for name in ("precision", "auc"))
+        lines.append(
+            f"| {label} | {fitted['hand_overs']} | {fitted['bad']} | {precision} | {worth['recall']:.2f} | {area} | "
+            f"{worth['mean_kl_nats']:.3f} | {worth['mean_kl_with_fallback_nats']:.3f} |"
+        )
+    return "\n".join(lines) + "\n" if len(lines) > 2 else "Not measured yet.\n"
+
+
+def switches() -> str:
+    """Return the drift of every rule: KL after the first and the last switch of each direction."""
+    record = load("switches")
+    if record is None:
+        return "Not measured yet.\n"
+    lines = [
+        "| rule | direction | first switch, KL in nats | last switch | last ÷ first | re-prefilled instead |",
+        "|---|---|---|---|---|---|",
+    ]
+    for rule, label in record["rules"].items():
+        for direction, told in record["last_against_first"][rule].items():
+            rows = [r for r in record["turns"] if r["rule"] == rule and r["direction"] == direction]
+            ends = [next(r for r in rows if r["turn"] == turn) for turn in told["turns"]]
+            cells = [label, direction, *(interval(r["kl_nats"]) for r in ends), interval(told["ratio"], 2)]
+            lines.append(f"| {' | '.join(cells)} | {sum(r['fallbacks'] for r in rows)} |")
+    options = record["options"]
+    lines += [
+        "",
+        (
+            f"{options['switches']} switches, {options['first_tokens']} tokens at first and "
+            f"{options['turn_tokens']} new ones a turn, {record['num_documents']} held-out texts."
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
-    for f in (summary, quality, long_context, reverse, demo_times, memory, gateway, load_test, speed, capacity)
+    for f in (
+        summary,
+        quality,
+        long_context,
+        reverse,
+        demo_times,
+        memory,
+        gateway,
+        load_test,
+        speed,
+        capacity,
+        frontier,
+        selection,
+        confidence,
+        switches,
+    )
 }
 
 

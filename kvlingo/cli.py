@@ -277,6 +277,23 @@ def evaluate(
     tail: Tail = 1,
     native_layers: NativeLayers = 0,
     passkeys: Annotated[int, typer.Option(min=0, help="Codes to hide in the context and ask for.")] = 24,
+    sweep: Annotated[
+        bool, typer.Option("--frontier", help="Sweep the dial instead: KL against compute, as JSON and picture.")
+    ] = False,
+    lengths: Annotated[
+        str | None, typer.Option(help="With --frontier: contexts. Default: --context.", show_default=False)
+    ] = None,
+    anchors_by: Annotated[
+        str, typer.Option(help="With --frontier: choices of anchors; random is what the others are compared with.")
+    ] = "spread,random,distance,surprise,oracle",
+    shares: Annotated[
+        str, typer.Option(help="With --frontier: shares of the middle read as anchors.")
+    ] = "0.02,0.05,0.1,0.2",
+    blocks: Annotated[str, typer.Option(help="With --frontier: tokens that are chosen together.")] = "1,16",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="With --frontier: folder to write to. Default: the translator's.", show_default=False),
+    ] = None,
     keep: Annotated[
         bool, typer.Option("--keep/--no-keep", help="Write the report into the translator's folder.")
     ] = True,
@@ -286,6 +303,22 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Score a translator beside its controls on text that it was not fitted on. Exit code 3 on FAIL."""
+    if sweep:
+        sweep_dial(
+            folder,
+            {
+                "contexts": (context,) if lengths is None else numbers(lengths, "--lengths"),
+                "continuation_tokens": continuation,
+                "documents": documents,
+                "by": tuple(part.strip() for part in anchors_by.split(",")),
+                "shares": fractions(shares, "--shares"),
+                "blocks": numbers(blocks, "--blocks"),
+                "seed": seed,
+            },
+            (source, target, text or [], device, dtype, out or folder),
+            as_json,
+        )
+        return
     with stoppable(f"{folder} is unchanged; run the same command again"):
         from kvlingo import jobs, sheets, trials
         from kvlingo.evaluation import EvaluationOptions
@@ -315,6 +348,81 @@ def evaluate(
         raise typer.Exit(FAILED)
 
 
+def sweep_dial(folder: Path, options: dict[str, Any], places: tuple[Any, ...], as_json: bool) -> None:
+    """Do what `eval --frontier` does."""
+    source, target, texts, device, dtype, out = places
+    with stoppable(f"{folder} is unchanged; run the same command again"):
+        from kvlingo import sheets, trials
+        from kvlingo.frontier import FrontierOptions
+        from kvlingo.jobs import Where
+
+        record = trials.sweep_folder(
+            folder,
+            source_name=source,
+            target_name=target,
+            texts=texts,
+            options=FrontierOptions(**options),
+            where=Where(device, dtype),
+            out=out,
+            tell=tell,
+        )
+    sheets.print_frontier(record, Console())
+    emit(record, as_json)
+
+
+@app.command()
+def confidence(
+    folder: Folder,
+    source: Source = None,
+    target: Target = None,
+    text: Texts = None,
+    context: Annotated[str, typer.Option(help="Target tokens before the hand-overs.")] = "192,512,1024",
+    continuation: Annotated[int, typer.Option(min=1, help="Target tokens scored after each.")] = 48,
+    documents: Annotated[int, typer.Option(min=1, help="Held-out hand-overs of each length.")] = 64,
+    sink: Sink = 1,
+    tail: Annotated[int, typer.Option(min=1, help="Last tokens that the target reads itself: what is looked at.")] = 16,
+    native_layers: NativeLayers = 0,
+    kl: Annotated[
+        float, typer.Option(min=0, help="A hand-over whose KL to native is above it, in nats, is bad.")
+    ] = 0.5,
+    keep: Annotated[
+        bool, typer.Option("--keep/--no-keep", help="Write it into the translator's folder: hand-overs use it then.")
+    ] = True,
+    dtype: Dtype = None,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Fit what tells a bad hand-over from a good one at run time; print its precision and recall on text left out."""
+    with stoppable(f"{folder} is unchanged; run the same command again"):
+        from kvlingo import trials
+        from kvlingo.jobs import Where
+        from kvlingo.reliability import ReliabilityOptions
+
+        record = trials.judge_confidence_folder(
+            folder,
+            source_name=source,
+            target_name=target,
+            texts=text or [],
+            options=ReliabilityOptions(
+                contexts=numbers(context, "--context"),
+                continuation_tokens=continuation,
+                documents=documents,
+                sink=sink,
+                tail=tail,
+                native_layers=native_layers,
+                kl_nats=kl,
+                seed=seed,
+            ),
+            where=Where(device, dtype),
+            keep=keep,
+            tell=tell,
+        )
+    for line in trials.confidence_lines(record):
+        typer.echo(line)
+    emit(record, as_json)
+
+
 @app.command()
 def handoff(
     folder: Folder,
@@ -336,8 +444,13 @@ def handoff(
         float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this probability.")
     ] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="Runs to take the times' medians of.")] = 3,
+    anchors: Annotated[float, typer.Option(min=0, max=1, help="Share of the middle that the target reads too.")] = 0.0,
+    anchors_by: Annotated[
+        str, typer.Option(help="Which: spread, random, or the least trusted by distance, key_norm or deviation.")
+    ] = "spread",
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Hand over even where the translator's report failed.")
+        bool,
+        typer.Option("--anyway", help="Hand over even where the translator's report failed or its confidence doubts."),
     ] = False,
     dtype: Dtype = None,
     device: Device = None,
@@ -350,13 +463,20 @@ def handoff(
     """Let the source read FILE, hand it over, print how the target goes on, with the plan and the times."""
     with stoppable("nothing was written"):
         from kvlingo import jobs, trials
+        from kvlingo.anchors import Anchors
 
         result = trials.hand_off_file(
             folder,
             file,
             source_name=source,
             target_name=target,
-            dial={"sink": sink, "tail": tail, "native_layers": native_layers, "no_text": no_text},
+            dial={
+                "sink": sink,
+                "tail": tail,
+                "native_layers": native_layers,
+                "no_text": no_text,
+                "anchors": Anchors(anchors_by, anchors) if anchors else None,
+            },
             following=following,
             sampling=trials.Sampling(max_new_tokens, temperature, top_p, seed),
             repeats=repeats,
@@ -893,6 +1013,17 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise BadInput(f"{option} is {text!r}; give positive numbers separated by commas, like 192,512")
     return tuple(map(int, parts))
+
+
+def fractions(text: str, option: str) -> tuple[float, ...]:
+    """Read shares from 0 to 1 separated by commas."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (-1.0,)
+    if not all(0 <= share <= 1 for share in found):
+        raise BadInput(f"{option} is {text!r}; give shares from 0 to 1 separated by commas, like 0.05,0.1")
+    return found
 
 
 def two_names(text: str) -> tuple[str, str]:

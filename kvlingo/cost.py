@@ -1,14 +1,16 @@
 """Arithmetic of a hand-over against a re-prefill, before anything runs.
 
-Knows numbers of weights, widths and windows; no models. Counts multiply-adds twice, as FLOPs. In FLOPs a first estimate; in
-seconds with rates that were measured on a machine (`calibration`); between two machines with a link's rate.
+Knows numbers of weights, widths and windows, and plans; no models. Counts multiply-adds twice, as FLOPs. In FLOPs a first
+estimate; in seconds with rates that were measured on a machine (`calibration`); between two machines with a link's rate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from kvlingo.plan import HandoffPlan, SpanKind
 
 # A pass over a few tokens takes as long as one over this many: reading the weights bounds it, not arithmetic.
 SHORT_PASS_TOKENS = 16
@@ -75,6 +77,41 @@ def handoff_flops(
     """
     mapped = mapped_flops(target, map_weights, max(tokens - sink - tail, 0))
     return mapped + pass_flops(target, sink) + pass_flops(target, tail, after=max(tokens - tail, 0))
+
+
+def plan_flops(
+    target: TargetCost, map_weights: Sequence[int], plan: HandoffPlan, *, is_chosen_by_signal: bool = False
+) -> float:
+    """Return the FLOPs of carrying a plan out: first tokens, native layers, maps, anchors, tail.
+
+    Anchors are read in one pass, and make sliding layers translate what the first of them looks back to. Each of the first native
+    layers counts as its share of all layers' weights over all tokens before the tail, but for layer 0 alone, which depends on the
+    token and costs no context. What the target holds already costs nothing; a re-prefill costs one pass.
+
+    `is_chosen_by_signal`: anchors were chosen when every layer had translated the whole middle.
+    """
+    held = sum(len(span) for span in plan.spans if span.kind is SpanKind.NATIVE)
+    start, stop = plan.translated
+    if start == stop:
+        return pass_flops(target, plan.tokens - held, after=held)
+    reader = min((first for first, _ in plan.anchors), default=stop)
+    native = plan.native_layers if plan.native_layers > 1 else 0
+    total = pass_flops(target, plan.tail, after=stop)
+    if start > held:
+        total += pass_flops(target, start - held, after=held)
+    for weights, window in list(zip(map_weights, target.windows, strict=True))[native:]:
+        reach = reader if window is None or is_chosen_by_signal else window - 1
+        middle = stop - max(start, reader - reach)
+        total += 2.0 * weights * max(middle, min(SHORT_PASS_TOKENS, middle))
+    if native:
+        first = replace(target, query_widths=target.query_widths[:native], windows=target.windows[:native])
+        share = native / len(target.windows)
+        total += 2.0 * share * target.token_weights * stop + attention_flops(first, stop)
+    read = sum(b - a for a, b in plan.anchors)
+    if read:
+        total += 2.0 * target.token_weights * max(read, SHORT_PASS_TOKENS)
+        total += sum(attention_flops(target, b - a, after=a) for a, b in plan.anchors)
+    return total
 
 
 def mapped_flops(target: TargetCost, map_weights: Sequence[int], middle: int) -> float:

@@ -201,7 +201,15 @@ class Arms:
     def logits(
         self, example: Example, other: Example | None, only: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield each arm's predictions [continuation, vocabulary] but native's and the source's own.
+        """Yield each arm's predictions [continuation, vocabulary] but native's and the source's own, as `caches` does."""
+        follow = self.target.ids(example.continuation)
+        for name, kv, rest in self.caches(example, other, only):
+            yield name, continuation_logits(self.target, kv, rest, follow)
+
+    def caches(
+        self, example: Example, other: Example | None, only: Collection[str] | None = None
+    ) -> Iterator[tuple[str, KV | None, Tensor]]:
+        """Yield what the target holds under each arm (None: nothing), and the ids of the context that it reads after that.
 
         Args:
             other: an example of another document, for `wrong_document`; that arm is left out without one.
@@ -209,7 +217,7 @@ class Arms:
         """
         target, plan = self.target, plan_of(example, self.options)
         start, stop = plan.translated
-        ids, follow = target.ids(example.target.ids), target.ids(example.continuation)
+        ids = target.ids(example.target.ids)
         sinks = read(target, ids[:start]) if start else None
         source_kv = read(self.source, self.source.ids(example.source.ids))
         # Layer 0 is exact for every arm that knows the text: computed once.
@@ -223,25 +231,22 @@ class Arms:
             kv = kv if by.config.reads_source else None
             return assemble(plan, target, by, kv, alignment, ids, prefix=sinks, first_layers=first_layers)
 
-        def go_on(kv: KV | None) -> Tensor:
-            return continuation_logits(target, kv, ids[stop:], follow)
-
         for name, by in self.translators.items():
             if asked(name):
-                yield name, go_on(translate(by, source_kv, example.alignment))
+                yield name, translate(by, source_kv, example.alignment), ids[stop:]
         if asked("tail_only"):
-            yield "tail_only", go_on(sinks)
+            yield "tail_only", sinks, ids[stop:]
         if asked("no_context"):
             # With no context at all, the prediction of the first scored token is made from the last sink.
-            yield "no_context", continuation_logits(target, None, ids[: max(start, 1)], follow)
+            yield "no_context", None, ids[: max(start, 1)]
         if asked("wrong_document") and other is not None:
             wrong_kv = read(self.source, self.source.ids(other.source.ids))
             wrong = example.alignment.clamp(max=wrong_kv.tokens - 1)
-            yield "wrong_document", go_on(translate(self.translator, wrong_kv, wrong))
+            yield "wrong_document", translate(self.translator, wrong_kv, wrong), ids[stop:]
         if asked("random_map"):
             noise = translate(self.random_one, source_kv, example.alignment)
             like = translate(self.translator, source_kv, example.alignment)
-            yield "random_map", go_on(with_moments_of(noise, like, start))
+            yield "random_map", with_moments_of(noise, like, start), ids[stop:]
 
 
 def score_example(arms: Arms, example: Example, other: Example | None) -> DocumentScores:

@@ -15,13 +15,18 @@ import torch
 from torch import Tensor
 
 from kvlingo.alignment import align
+from kvlingo.anchors import Anchors
 from kvlingo.batches import prefill_batch, side_by_side
 from kvlingo.cache import KV, append_kv, can_fork, concat, fork, native_cache, read_cache, take_row, write_cache
+from kvlingo.confidence import Confidence
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.language_model import LanguageModel, cache_devices, native_layers, prefill, read, read_sinks
-from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan
+from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan, with_anchors
 from kvlingo.reading import Reading, read_chat, read_text
-from kvlingo.translator import Translator, check_geometry, embedded, first_read
+from kvlingo.recompute import recompute
+from kvlingo.signs import Seen, signs_of
+from kvlingo.translator import Translator, check_geometry, first_read
+from kvlingo.trust import Evidence, doubts, embeddings_of, exact_layers, first_layers_of, place_of
 
 Message = dict[str, Any]
 
@@ -36,6 +41,7 @@ def assemble(
     *,
     prefix: KV | None = None,
     first_layers: KV | None = None,
+    middle: KV | None = None,
 ) -> KV:
     """Make the target's KV of all tokens before the tail.
 
@@ -45,17 +51,23 @@ def assemble(
         ids: [tokens] the target's token ids of the whole conversation.
         prefix: exact KV of the first tokens where the caller has it (an earlier cache); the sinks are read otherwise.
         first_layers: exact KV of the first target layers for all tokens, where the caller has it.
+        middle: what `translate` gives for this plan, where the caller has it.
     """
     start, stop = plan.translated
     if prefix is None and start:
         prefix = read(target, ids[:start])
+    elif prefix is not None and prefix.tokens < start:
+        cache = extend(target, target_cache(target, prefix), ids[:start])
+        prefix = read_cache(cache, target.rotary, target.geometry, partial=True)
     if start == stop:
         return prefix if prefix is not None else empty_kv(target)
-    middle = translate(plan, target, translator, source_kv, alignment, ids, first_layers=first_layers)
-    if prefix is None or not start:
-        return middle
-    before = prefix if prefix.tokens == start else prefix.narrow(0, start)
-    return concat([before.to(target.device, target.dtype), middle])
+    if middle is None:
+        middle = translate(plan, target, translator, source_kv, alignment, ids, first_layers=first_layers)
+    whole = middle
+    if prefix is not None and start:
+        before = prefix if prefix.tokens == start else prefix.narrow(0, start)
+        whole = concat([before.to(target.device, target.dtype), middle])
+    return recompute(target, whole, ids, plan.anchors)
 
 
 def translate(
@@ -67,19 +79,20 @@ def translate(
     ids: Tensor,
     *,
     first_layers: KV | None = None,
+    skip: Sequence[int] | None = None,
 ) -> KV:
-    """Make the target's KV of the plan's translated tokens alone. Arguments as for `assemble`."""
+    """Return the target's KV of a plan's middle as the maps give it, anchors included; arguments as for `assemble`.
+
+    `skip`: per target layer how many first tokens are left out; by default those that nothing looks back to.
+    """
     start, stop = plan.translated
-    device, dtype = _place_of(translator)
-    embeddings = None
-    if translator.config.reads_text:
-        embeddings = embedded(lambda distinct: target.embed(distinct).to(device, dtype), ids[:stop])
+    device, dtype = place_of(translator)
     return translator(
         source_kv.to(device) if source_kv is not None else None,
         alignment[start:stop],
-        embeddings,
+        embeddings_of(target, translator, ids[:stop]),
         start=start,
-        skip=not_held(plan, target),
+        skip=not_held(plan, target) if skip is None else skip,
         native=exact_kv(plan, target, translator, ids, first_layers, device, dtype),
         rounded=target.dtype,
     ).to(target.device)
@@ -103,7 +116,7 @@ def exact_kv(
     if not exact:
         return None
     if first_layers is not None:
-        found = _first(first_layers, exact).narrow(start, stop)
+        found = first_layers_of(first_layers, exact).narrow(start, stop)
     else:
         first = start if exact == 1 else 0
         with torch.no_grad():
@@ -111,24 +124,11 @@ def exact_kv(
     return found.to(device, dtype)
 
 
-def exact_layers(plan: HandoffPlan, translator: Translator) -> int:
-    """Return how many first target layers are computed by the target itself."""
-    return max(plan.native_layers, translator.config.first_layer)
-
-
 def not_held(plan: HandoffPlan, target: LanguageModel) -> list[int]:
-    """Return per target layer how many first translated tokens its window no longer reaches."""
+    """Return per target layer how many first translated tokens its window no longer reaches: of the tail, or of an anchor."""
     start, stop = plan.translated
-    return [max(0, min(layer.first_held(stop), stop) - start) for layer in target.geometry.layers]
-
-
-def _place_of(translator: Translator) -> tuple[torch.device, torch.dtype]:
-    buffer = next(translator.buffers())
-    return buffer.device, buffer.dtype
-
-
-def _first(kv: KV, layers: int) -> KV:
-    return KV(kv.keys[:layers], kv.values[:layers], kv.tokens)
+    reader = min((first for first, _ in plan.anchors), default=stop)
+    return [max(0, min(layer.first_held(reader), stop) - start) for layer in target.geometry.layers]
 
 
 def empty_kv(lm: LanguageModel) -> KV:
@@ -192,12 +192,16 @@ class HandOff:
         state: the target's reading and cache; the cache holds every token of the reading.
         logits: [vocabulary] of the next token; None when the target has read nothing yet (`no_text`).
         timings_ms: source_prefill (0 when the source had read before), translate, tail.
+        signs: what was seen of how good it is (`signs`), where that was asked for and something was translated.
+        doubt: the probability that it was bad, by these signs; a bad one is a re-prefill by now.
     """
 
     state: ModelState
     plan: HandoffPlan
     logits: Tensor | None
     timings_ms: dict[str, float]
+    signs: dict[str, float | None] | None = None
+    doubt: float | None = None
 
 
 def read_conversation(
@@ -216,10 +220,11 @@ def read_conversation(
 @torch.no_grad()
 def read_native(conversation: Conversation, lm: LanguageModel) -> ModelState:
     """Let a model read a conversation from scratch into a full-length cache: what a source holds before a hand-over."""
-    return _read_alone(read_conversation(conversation, lm, add_generation_prompt=False), lm)
+    return read_alone(read_conversation(conversation, lm, add_generation_prompt=False), lm)
 
 
-def _read_alone(reading: Reading, lm: LanguageModel) -> ModelState:
+def read_alone(reading: Reading, lm: LanguageModel) -> ModelState:
+    """Let a model read what was tokenised for it into a full-length cache."""
     cache = prefill(lm, lm.ids(reading.ids), full_length=True).cache
     return ModelState(reading, cache, reprefill_plan(len(reading.ids), WHY_READ).spans)
 
@@ -232,7 +237,7 @@ def read_native_batch(conversations: Sequence[Conversation], lm: LanguageModel) 
     """
     readings = [read_conversation(c, lm, add_generation_prompt=False) for c in conversations]
     if not side_by_side(lm, max(map(len, readings), default=0)):
-        return [_read_alone(reading, lm) for reading in readings]
+        return [read_alone(reading, lm) for reading in readings]
     batch = prefill_batch(lm, [lm.ids(r.ids) for r in readings], full_length=True).batch
     return [
         ModelState(
@@ -283,6 +288,9 @@ def hand_off(
     reading: Reading | None = None,
     no_text: bool = False,
     distrust: str | None = None,
+    anchors: Anchors | None = None,
+    confidence: Confidence | None = None,
+    watched: bool = False,
 ) -> HandOff:
     """Hand a conversation over to the target without re-prefill.
 
@@ -296,58 +304,149 @@ def hand_off(
         no_text: the target sees no text: every token after the constant sinks is translated, and it starts at the next new
             token. Needs a translator fitted without text. Not anonymous: a cache can be read back.
         distrust: why this translator is not to be used (a failed report, say): the target re-prefills, with this as the reason.
+        anchors: tokens in the middle that the target reads too, evenly or where the translation is least trusted.
+        confidence: judges the hand-over once the tail is read, and needs the tail that it was fitted with; what it takes for a
+            bad one becomes a re-prefill.
+        watched: look at the signs of a bad hand-over even without `confidence`.
 
     A hand-over that can't be made exactly as planned becomes a re-prefill; `plan.fallback` says why. With `no_text` it raises
     `UnsupportedCache` instead: a re-prefill would read the text.
     """
-    if target.target_refusal is None:
-        check_geometry(translator.config, source.geometry, target.geometry)
-    if no_text and translator.config.reads_text:
-        raise BadInput("this translator reads the text; fit one with --no-text to hand over a cache alone")
+    _refuse_dial(source, target, translator, no_text=no_text, anchors=anchors)
     started = time.perf_counter()
     if source_state is None:
         source_state = read_native(conversation, source)
     source_read = time.perf_counter()
     if reading is None:
         reading = read_conversation(conversation, target, add_generation_prompt=True)
-    ids = target.ids(reading.ids)
     source_reading = as_one_text(source_state.reading) if isinstance(conversation, str) else source_state.reading
-    alignment = align(source_reading, reading)
-    native = common_prefix(target_state, reading)
-    plan = plan_handoff(
-        alignment.tolist(),
+    crossing = _Crossing(
+        source, target, translator, source_state, target_state, reading, align(source_reading, reading), anchors
+    )
+    plan = crossing.plan(
         sink=sink,
-        tail=tail,
-        native=native,
-        earlier=target_state.spans if target_state is not None else (),
+        tail=tail if confidence is None else max(tail, confidence.tail),
         native_layers=native_layers,
         no_text=no_text,
-        untrusted=source_state.translated_until,
-        fitted_tokens=translator.config.fitted_tokens,
     )
     if distrust is not None:
-        earlier = target_state.spans if target_state is not None else ()
-        plan = reprefill_plan(len(ids), distrust, native=native, earlier=earlier)
+        plan = crossing.reprefill(distrust)
     if no_text:
         refuse_to_read(plan, sink)
-    plan, cache = carry_out(
-        plan, source, target, translator, source_state, target_state, alignment, ids, opening=reading.opening
-    )
+    plan, cache = crossing.carry_out(plan)
     if no_text:
         refuse_to_read(plan, sink)
     translated = time.perf_counter()
-    rest = ids[cache.get_seq_length() if cache is not None else 0 :]
-    logits = None
-    if len(rest):
-        done = prefill(target, rest, cache=cache, full_length=True)
-        cache, logits = done.cache, done.logits[-1]
+    is_watched = (watched or confidence is not None) and plan.fallback is None and not no_text
+    cache, logits = _read_rest(target, crossing.ids, cache, plan.tail if is_watched else 1)
+    signs = crossing.signs(plan, cache, logits) if is_watched and logits is not None else None
+    doubt = None if signs is None or confidence is None else confidence.doubt(signs)
+    if confidence is not None and doubt is not None and doubt > confidence.threshold:
+        plan, cache = crossing.carry_out(crossing.reprefill(confidence.reason(doubt)))
+        cache, logits = _read_rest(target, crossing.ids, cache, 1)
     finished = time.perf_counter()
     timings = {
         "source_prefill": 1e3 * (source_read - started),
         "translate": 1e3 * (translated - source_read),
         "tail": 1e3 * (finished - translated),
     }
-    return HandOff(ModelState(reading, cache, plan.spans, no_text), plan, logits, timings)
+    last = None if logits is None else logits[-1]
+    return HandOff(ModelState(reading, cache, plan.spans, no_text), plan, last, timings, signs, doubt)
+
+
+def _refuse_dial(
+    source: LanguageModel, target: LanguageModel, translator: Translator, *, no_text: bool, anchors: Anchors | None
+) -> None:
+    """Raise where these models, this translator and this dial can't go together."""
+    if target.target_refusal is None:
+        check_geometry(translator.config, source.geometry, target.geometry)
+    if no_text and translator.config.reads_text:
+        raise BadInput("this translator reads the text; fit one with --no-text to hand over a cache alone")
+    if no_text and anchors is not None:
+        raise BadInput("anchors are text that the target reads, and it gets none; leave out one of the two")
+
+
+@dataclass(frozen=True)
+class _Crossing:
+    """One conversation on its way from source to target: what `hand_off` plans, and plans anew where it is not trusted."""
+
+    source: LanguageModel
+    target: LanguageModel
+    translator: Translator
+    source_state: ModelState
+    target_state: ModelState | None
+    reading: Reading
+    alignment: Tensor
+    anchors: Anchors | None
+
+    @property
+    def ids(self) -> Tensor:
+        return self.target.ids(self.reading.ids)
+
+    @property
+    def native(self) -> int:
+        return common_prefix(self.target_state, self.reading)
+
+    @property
+    def earlier(self) -> tuple[Span, ...]:
+        return self.target_state.spans if self.target_state is not None else ()
+
+    def plan(self, *, sink: int, tail: int, native_layers: int, no_text: bool) -> HandoffPlan:
+        plan = plan_handoff(
+            self.alignment.tolist(),
+            sink=sink,
+            tail=tail,
+            native=self.native,
+            earlier=self.earlier,
+            native_layers=native_layers,
+            no_text=no_text,
+            untrusted=self.source_state.translated_until,
+            fitted_tokens=self.translator.config.fitted_tokens,
+        )
+        if self.anchors is None or self.anchors.needs_scores:
+            return plan
+        return with_anchors(plan, self.anchors.pick(*plan.translated), f"anchor: {self.anchors.by}")
+
+    def reprefill(self, reason: str) -> HandoffPlan:
+        return reprefill_plan(len(self.reading), reason, native=self.native, earlier=self.earlier)
+
+    def carry_out(self, plan: HandoffPlan) -> tuple[HandoffPlan, Any]:
+        return carry_out(
+            plan,
+            self.source,
+            self.target,
+            self.translator,
+            self.source_state,
+            self.target_state,
+            self.alignment,
+            self.ids,
+            opening=self.reading.opening,
+            anchors=self.anchors if plan.fallback is None else None,
+        )
+
+    def signs(self, plan: HandoffPlan, cache: Any, logits: Tensor) -> dict[str, float | None]:
+        seen = Seen(
+            self.source,
+            self.target,
+            self.translator,
+            self.source_state.reading,
+            self.source_state.cache,
+            self.reading,
+            self.alignment,
+            plan,
+            cache,
+            logits,
+        )
+        return signs_of(seen, untrusted=self.source_state.translated_until)
+
+
+def _read_rest(target: LanguageModel, ids: Tensor, cache: Any, rows: int) -> tuple[Any, Tensor | None]:
+    """Let the target read what its cache lacks of `ids`; return the logits [rows, vocabulary] of the last `rows` tokens."""
+    rest = ids[cache.get_seq_length() if cache is not None else 0 :]
+    if not len(rest):
+        return cache, None
+    done = prefill(target, rest, cache=cache, full_length=True, logits_to_keep=min(rows, len(rest)))
+    return done.cache, done.logits
 
 
 def as_one_text(reading: Reading) -> Reading:
@@ -376,12 +475,16 @@ def carry_out(
     ids: Tensor,
     *,
     opening: int = 0,
+    anchors: Anchors | None = None,
 ) -> tuple[HandoffPlan, Any]:
     """Return the plan as it was really carried out, and the cache of all tokens before the tail (None for no token).
 
-    `opening`: how many first tokens are those of many conversations (`Reading.opening`).
+    Args:
+        opening: how many first tokens are those of many conversations (`Reading.opening`).
+        anchors: those by a signal are chosen here, when the middle has been translated; the plan that comes back has them.
     """
     tokens, start, stop = plan.tokens, *plan.translated
+    is_chosen_here = anchors is not None and anchors.needs_scores
     try:
         refuse_target(target, tokens)
         cache = native_cache_of(plan, target, target_state)
@@ -394,26 +497,85 @@ def carry_out(
             lag = max(translator.config.source_lags)
             # A map that also reads the token before sees no translated one: the first token to be trusted is repeated.
             offset = max(source_state.translated_until, int(alignment[start]) - lag, 0)
+            wanted = first_read(
+                translator.config,
+                not_held(plan, target),
+                exact_layers(plan, translator),
+                alignment[start:stop],
+                source_state.cache.get_seq_length(),
+            )
             source_kv = read_cache(
                 source_state.cache,
                 source.rotary,
                 source.geometry,
                 start=offset,
-                first_wanted=first_read(
-                    translator.config,
-                    not_held(plan, target),
-                    exact_layers(plan, translator),
-                    alignment[start:stop],
-                    source_state.cache.get_seq_length(),
-                ),
+                first_wanted=None if is_chosen_here else wanted,
             )
-        middle = translate(plan, target, translator, source_kv, alignment - offset, ids)
+        known, middle = (target, translator, source_kv, alignment - offset, ids), None
+        if anchors is not None and is_chosen_here:
+            middle = translate(plan, *known, skip=[0] * len(target.geometry))
+            scores = middle_doubts(plan, anchors.by, *known, middle=middle)
+            plan, middle = choose_anchors(plan, anchors, scores, middle)
+        if plan.fallback:
+            return plan, cache
+        start = plan.translated[0]  # an anchor beside the sinks has become one of them
+        cache = extend(target, cache, ids[:start])
+        if middle is None:
+            middle = translate(plan, *known)
+        if plan.anchors:
+            prefix = read_cache(cache, target.rotary, target.geometry, partial=True) if start else None
+            return plan, target_cache(target, assemble(plan, *known, prefix=prefix, middle=middle))
         placed = middle.place(cache_devices(target))
         append_kv(cache, placed, target.rotary, target.geometry, target.model.config)
         return plan, cache
     except UnsupportedCache as error:
         # Whatever could not be read is read again by the target: slower, never wrong, and the plan says so.
         return reprefill_plan(tokens, str(error)), None
+
+
+def middle_doubts(
+    plan: HandoffPlan,
+    by: str,
+    target: LanguageModel,
+    translator: Translator,
+    source_kv: KV | None,
+    alignment: Tensor,
+    ids: Tensor,
+    *,
+    middle: KV,
+    source_nats: Tensor | None = None,
+    truth: KV | None = None,
+) -> Tensor:
+    """Return how little each token of a plan's middle is trusted by a signal: [tokens].
+
+    Args:
+        middle: what the maps give for it, with every layer in full.
+        source_nats, truth: what some signals look at (`trust.Evidence`); others as for `assemble`.
+    """
+    start, stop = plan.translated
+    device, dtype = place_of(translator)
+    evidence = Evidence(
+        target,
+        translator,
+        middle,
+        None if source_kv is None or not translator.config.reads_source else source_kv.to(device, dtype),
+        alignment[start:stop],
+        embeddings_of(target, translator, ids),
+        start,
+        exact_layers(plan, translator),
+        source_nats,
+        truth,
+    )
+    return doubts(evidence, by)
+
+
+def choose_anchors(plan: HandoffPlan, anchors: Anchors, scores: Tensor, middle: KV) -> tuple[HandoffPlan, KV]:
+    """Return the plan with its least trusted tokens as anchors, and its middle: what lies between sinks and tail now."""
+    start, stop = plan.translated
+    picked = anchors.pick(start, stop, scores.tolist())
+    chosen = with_anchors(plan, picked, f"anchor: least trusted by {anchors.by}")
+    first, last = chosen.translated
+    return chosen, middle if chosen.fallback else middle.narrow(first - start, last - start)
 
 
 def refuse_target(target: LanguageModel, tokens: int) -> None:
@@ -461,7 +623,7 @@ def native_cache_of(plan: HandoffPlan, target: LanguageModel, state: ModelState 
 def extend(target: LanguageModel, cache: Any, ids: Tensor, *, opening: int = 0) -> Any:
     """Return an exact cache of `ids`, of which `cache` holds the first tokens; `opening` as for `read_sinks`."""
     if not len(ids):
-        return native_cache(target.model.config)
+        return cache if cache is not None else native_cache(target.model.config)
     if cache is None:
         return target_cache(target, read_sinks(target, ids, opening=opening))
     held = int(cache.get_seq_length())

@@ -10,7 +10,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -71,6 +71,7 @@ class Manifest:
         held_out: the report on held-out documents (`Report.to_dict()`), or None before any
             evaluation.
         weights: of the file beside it; None until it is saved.
+        confidence: what judges each of its hand-overs at run time (`Confidence.to_json()`); None where none was fitted.
     """
 
     source: ModelCard
@@ -80,15 +81,21 @@ class Manifest:
     weights: WeightsCard | None = None
     format_version: int = FORMAT_VERSION
     kvlingo_version: str = __version__
+    confidence: dict[str, Any] | None = None
 
     @property
     def verdict(self) -> str | None:
         """Return what its evaluation said, PASS or FAIL; None before any: what fitting saw is no verdict."""
         return (self.held_out or {}).get("verdict")
 
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain dict that `from_json` restores; older versions read it too where there is no confidence."""
+        content = asdict(self)
+        return content if self.confidence is not None else {k: v for k, v in content.items() if k != "confidence"}
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Manifest:
-        """Restore what `dataclasses.asdict` gave."""
+        """Restore what `to_json` gave."""
         return cls(
             **{
                 **data,

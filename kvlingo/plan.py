@@ -11,6 +11,8 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
+from kvlingo.anchors import Range, merged
+
 EARLIER = "the target's own earlier cache"
 
 
@@ -67,11 +69,20 @@ class HandoffPlan:
 
     @property
     def translated(self) -> tuple[int, int]:
-        """Return the translated range [start, stop); empty at the end when nothing is translated."""
-        for span in self.spans:
-            if span.kind is SpanKind.TRANSLATED:
-                return span.start, span.stop
-        return self.tokens, self.tokens
+        """Return the range [start, stop) from the first translated token to the last; empty at the end when there is none.
+
+        Anchors stand inside it (`anchors`); everything else in it is translated.
+        """
+        spans = [span for span in self.spans if span.kind is SpanKind.TRANSLATED]
+        return (spans[0].start, spans[-1].stop) if spans else (self.tokens, self.tokens)
+
+    @property
+    def anchors(self) -> tuple[Range, ...]:
+        """Return the ranges inside `translated` that the target reads itself, on the translated cache before them."""
+        start, stop = self.translated
+        return tuple(
+            (s.start, s.stop) for s in self.spans if s.kind is SpanKind.RECOMPUTED and start < s.start and s.stop < stop
+        )
 
     @property
     def tail(self) -> int:
@@ -99,6 +110,7 @@ def plan_handoff(
     no_text: bool = False,
     untrusted: int = 0,
     fitted_tokens: int | None = None,
+    anchors: Sequence[Range] = (),
 ) -> HandoffPlan:
     """Plan the hand-over of `len(alignment)` target tokens.
 
@@ -113,6 +125,7 @@ def plan_handoff(
         untrusted: source tokens before this one are themselves translated; a translation of a translation is never made, so
             target tokens aligned to them are native or recomputed.
         fitted_tokens: the longest context that the translator was fitted on, where it is known; beyond it the plan says so.
+        anchors: ranges in the middle that the target reads itself; what lies outside the middle is read or held anyway.
     """
     tokens = len(alignment)
     unread = sum(1 for source in alignment if source < 0)
@@ -132,7 +145,33 @@ def plan_handoff(
         Span(head, stop, SpanKind.TRANSLATED, Provenance.TRANSLATED, _why_translated(stop, fitted_tokens)),
         Span(stop, tokens, SpanKind.RECOMPUTED, Provenance.OWN, "tail"),
     ]
-    return _plan(tokens, spans, native_layers, None)
+    return with_anchors(_plan(tokens, spans, native_layers, None), anchors)
+
+
+def with_anchors(plan: HandoffPlan, anchors: Sequence[Range], reason: str = "anchor") -> HandoffPlan:
+    """Return a plan in which the target also reads these ranges, as far as they are translated; `reason` says why.
+
+    What touches the first tokens is read with them, hence exact where they are; what touches the tail is read with the tail.
+    Where nothing is left to translate, it is a re-prefill.
+    """
+    spans: list[Span] = []
+    for span in plan.spans:
+        if span.kind is not SpanKind.TRANSLATED:
+            spans.append(span)
+            continue
+        place = span.start
+        for start, stop in merged((max(a, span.start), min(b, span.stop)) for a, b in anchors):
+            if place < start:
+                spans.append(Span(place, start, span.kind, span.provenance, span.reason))
+            spans.append(Span(start, stop, SpanKind.RECOMPUTED, _own_after(spans), reason))
+            place = stop
+        if place < span.stop:
+            spans.append(Span(place, span.stop, span.kind, span.provenance, span.reason))
+    if plan.fallback is None and all(s.kind is not SpanKind.TRANSLATED for s in spans):
+        held = [s for s in spans if s.kind is SpanKind.NATIVE]
+        native = sum(map(len, held))
+        return _all_recomputed(plan.tokens, native, "anchors cover everything between first and last tokens", held)
+    return _plan(plan.tokens, spans, plan.native_layers, plan.fallback)
 
 
 def native_spans(native: int, earlier: Sequence[Span] = ()) -> list[Span]:

@@ -95,6 +95,36 @@ def print_traffic(plan: Mapping[str, Any], console: Console) -> None:
         say(console, f"assumed: {line}")
 
 
+def print_frontier(record: Mapping[str, Any], console: Console) -> None:
+    """Print what nothing is nearer to native for less, beside the controls and the quantised caches, for each length."""
+    pair = record["pair"]
+    for length in record["contexts"]:
+        say(
+            console,
+            f"{pair['source']} → {pair['target']}, {length['context_tokens']:,} tokens, {length['num_documents']} held-out texts",
+        )
+        table = empty("", "share of a\nre-prefill", "KL to native,\nnats", "\ntop-1", "\nshare kept")
+        best = sorted((p for p in length["points"] if p["on_frontier"]), key=lambda row: row["share_of_reprefill"])
+        quantised = [row for row in length["quantised"] if row["keys_by"] == "token"]
+        for row in (*length["controls"], *best, *quantised, {"name": "re-prefill", **length["reprefill"]}):
+            share = row.get("share_of_reprefill")
+            table.add_row(
+                row["name"].replace("_", " "),
+                "–" if share is None else f"{share:.1%}",
+                with_interval(row["kl_nats"]),
+                number(row["top1_agreement"]),
+                number(row["share_kept"]),
+            )
+        console.print(table)
+        for row in length["selection"]:
+            if row["is_signal"]:
+                gain = with_interval(row["nearer_than_random_nats"], sign="+")
+                say(
+                    console,
+                    f"{row['share']:.0%} by {row['by']}, blocks of {row['block']}: nearer than random ones by {gain} nats",
+                )
+
+
 def print_benchmark(record: Mapping[str, Any], console: Console) -> None:
     """Print times to first token by arm and length, and what they rest on. A time after ~ was predicted, not measured."""
     maps, pair, card = record["maps"], record["pair"], record["environment"]

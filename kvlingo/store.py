@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -113,7 +113,7 @@ def save_translator(
         kvlingo_version=__version__,
         weights=WeightsCard(hashlib.sha256(weights).hexdigest(), len(weights), dtype),
     )
-    document = sealed({"manifest": asdict(manifest), "translator": translator.config.to_json()})
+    document = sealed({"manifest": manifest.to_json(), "translator": translator.config.to_json()})
     manifest = Manifest.from_json(document["manifest"])
     files = {
         WEIGHTS_FILE: weights,
@@ -178,10 +178,20 @@ def save_report(folder: str | Path, report: dict[str, Any]) -> Manifest:
         BadArtifact: as `load_translator`.
         BadInput: the folder can't be written, or the disk is full.
     """
-    folder = Path(folder).expanduser().resolve()
+    return rewrite_manifest(Path(folder), held_out=report)
+
+
+def save_confidence(folder: str | Path, confidence: dict[str, Any]) -> Manifest:
+    """Write what judges its hand-overs into a saved translator; raises as `save_report`."""
+    return rewrite_manifest(Path(folder), confidence=confidence)
+
+
+def rewrite_manifest(folder: Path, **changes: Any) -> Manifest:
+    """Change what is known about a saved translator; its weights stay as they are."""
+    folder = folder.expanduser().resolve()
     document = read_document(folder)
-    manifest = replace(parse_manifest(document), held_out=report)
-    document = sealed({"manifest": asdict(manifest), "translator": document["translator"]})
+    manifest = replace(parse_manifest(document), **changes)
+    document = sealed({"manifest": manifest.to_json(), "translator": document["translator"]})
     files = {
         WEIGHTS_FILE: (folder / WEIGHTS_FILE).read_bytes(),
         MANIFEST_FILE: (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode(),

@@ -1,10 +1,11 @@
-"""What `kvlingo eval` and `kvlingo handoff` do with a saved translator, from names and paths to what came out.
+"""What `kvlingo eval`, `confidence` and `handoff` do with a saved translator, from names and paths to what came out.
 
 Computes nothing itself, and does not know the command line: lines for a person go to `say`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,18 +13,23 @@ from typing import Any
 
 import torch
 
-from kvlingo.errors import BadInput
+from kvlingo.confidence import Confidence
+from kvlingo.errors import BadInput, MissingExtra
 from kvlingo.evaluation import Controls, EvaluationOptions, evaluate
+from kvlingo.files import write_file
+from kvlingo.frontier import FrontierOptions, frontier
 from kvlingo.generation import generate
 from kvlingo.handoff import HandOff, hand_off, read_native, refuse_changed_angles
 from kvlingo.jobs import Say, Where, gather, load_pair
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.manifest import Manifest
+from kvlingo.plots import draw_frontier
 from kvlingo.progress import progress_bar
 from kvlingo.reading import read_more
+from kvlingo.reliability import ReliabilityOptions, judge_confidence
 from kvlingo.report import Report
-from kvlingo.store import load_translator, read_manifest, save_report
-from kvlingo.texts import conversation_from_file
+from kvlingo.store import load_translator, read_manifest, save_confidence, save_report
+from kvlingo.texts import Document, conversation_from_file
 from kvlingo.timing import FirstToken, time_to_first_token
 from kvlingo.translator import Translator
 from kvlingo.workplace import fair_to_judge_on, load_controls, model_names, texts_seen
@@ -43,28 +49,122 @@ def evaluate_folder(
     tell: Say,
 ) -> Report:
     """Score a saved translator beside its controls; with `keep`, write the report into the artifact."""
-    names = model_names(folder, source_name, target_name)
-    documents, note = fair_to_judge_on(gather(texts), texts_seen(read_manifest(folder)))
-    if note:
-        tell(note)
-    source, target = load_pair(*names, where)
-    translator, _ = load_translator(folder, source=source, target=target)
-    controls = load_controls(folder, source=source, target=target)
+    judged = load_to_judge(folder, source_name, target_name, texts, where, tell)
     with progress_bar() as bar:
         report = evaluate(
-            source,
-            target,
-            translator.to(target.device),
-            documents,
-            controls=Controls(
-                token_only=controls.pop("token_only", None), no_text=controls.pop("no_text", None), others=controls
-            ),
+            judged.source,
+            judged.target,
+            judged.translator,
+            judged.documents,
+            controls=judged.controls,
             options=options,
             progress=bar.count,
         )
     if keep:
         save_report(folder, report.to_dict())
     return report
+
+
+@dataclass(frozen=True)
+class ToJudge:
+    """A saved translator with its models, its controls and texts that it has not learnt from."""
+
+    source: LanguageModel
+    target: LanguageModel
+    translator: Translator
+    controls: Controls
+    documents: list[Document]
+
+
+def load_to_judge(
+    folder: Path, source_name: str | None, target_name: str | None, texts: Sequence[Path], where: Where, tell: Say
+) -> ToJudge:
+    """Load all that judging a translator takes."""
+    names = model_names(folder, source_name, target_name)
+    documents, note = fair_to_judge_on(gather(texts), texts_seen(read_manifest(folder)))
+    if note:
+        tell(note)
+    source, target = load_pair(*names, where)
+    translator, _ = load_translator(folder, source=source, target=target)
+    others = load_controls(folder, source=source, target=target)
+    controls = Controls(token_only=others.pop("token_only", None), no_text=others.pop("no_text", None), others=others)
+    return ToJudge(source, target, translator.to(target.device), controls, documents)
+
+
+# --- eval --frontier, confidence ---
+
+
+def sweep_folder(
+    folder: Path,
+    *,
+    source_name: str | None,
+    target_name: str | None,
+    texts: Sequence[Path],
+    options: FrontierOptions,
+    where: Where,
+    out: Path,
+    tell: Say,
+) -> dict[str, Any]:
+    """Sweep the dial of a saved translator; write `frontier.json` and, with matplotlib, `frontier.png` into `out`."""
+    judged = load_to_judge(folder, source_name, target_name, texts, where, tell)
+    with progress_bar() as bar:
+        record = frontier(
+            judged.source,
+            judged.target,
+            judged.translator,
+            judged.documents,
+            controls=judged.controls,
+            options=options,
+            progress=bar.count,
+        )
+    write_file(out / "frontier.json", (json.dumps(record, allow_nan=False) + "\n").encode())
+    try:
+        draw_frontier(record, out / "frontier.png")
+    except MissingExtra as error:
+        tell(f"no picture: {error}")
+    return record
+
+
+def judge_confidence_folder(
+    folder: Path,
+    *,
+    source_name: str | None,
+    target_name: str | None,
+    texts: Sequence[Path],
+    options: ReliabilityOptions,
+    where: Where,
+    keep: bool,
+    tell: Say,
+) -> dict[str, Any]:
+    """Fit and judge what tells bad hand-overs of a saved translator; with `keep`, write it into the artifact."""
+    judged = load_to_judge(folder, source_name, target_name, texts, where, tell)
+    with progress_bar() as bar:
+        found, record = judge_confidence(
+            judged.source, judged.target, judged.translator, judged.documents, options=options, progress=bar.count
+        )
+    if keep:
+        save_confidence(folder, found.to_json())
+    return record
+
+
+def confidence_lines(record: Mapping[str, Any]) -> Iterator[str]:
+    """Return in words what a confidence is worth."""
+    fitted = record["confidence"]["fitted"]
+    worth, limit = fitted["left_out"], record["confidence"]["kl_nats"]
+    yield (
+        f"{fitted['bad']} of {fitted['hand_overs']} hand-overs are bad (KL above {limit:g} nats), from "
+        f"{fitted['clusters']} books or sites"
+    )
+    precision = "none was flagged" if worth["precision"] is None else f"precision {worth['precision']:.2f}"
+    ranked = (
+        "" if worth["auc"] is None else f", a bad one is doubted more than a good one in {worth['auc']:.0%} of pairs"
+    )
+    yield f"on texts left out: {precision}, recall {worth['recall']:.2f}{ranked}"
+    kept = "–" if worth["mean_kl_of_kept_nats"] is None else f"{worth['mean_kl_of_kept_nats']:.3f}"
+    yield (
+        f"mean KL {worth['mean_kl_nats']:.3f} nats; {kept} over those kept, {worth['mean_kl_with_fallback_nats']:.3f} with "
+        f"{worth['flagged']} re-prefilled"
+    )
 
 
 # --- handoff ---
@@ -100,10 +200,16 @@ def hand_off_file(
     Args:
         dial: `sink`, `tail`, `native_layers`, `no_text` of `hand_off`.
         following: what the target reads first when it gets no text.
-        anyway: hand over even where the translator's own report failed; otherwise the target re-prefills and says why.
+        anyway: hand over even where the translator's own report failed, or its confidence takes this hand-over for a bad one;
+            otherwise the target re-prefills and says why.
         write: takes the continuation piece by piece.
     """
-    dial = {**dial, "distrust": None if anyway else failed_report(read_manifest(folder))}
+    manifest = read_manifest(folder)
+    dial = {
+        **dial,
+        "distrust": None if anyway else failed_report(manifest),
+        "confidence": None if anyway or dial.get("no_text") else confidence_of(manifest),
+    }
     conversation = conversation_from_file(file)
     names = model_names(folder, source_name, target_name)
     source, target = load_pair(*names, where)
@@ -126,6 +232,7 @@ def hand_off_file(
         "continuation": "".join(pieces),
         "num_tokens": len(generation.ids),
         "plan": handed.plan.to_json(),
+        "doubt": handed.doubt,
         "timings_ms": handed.timings_ms,
         "first_token": times.to_json(),
         "pair": {"source": source.name, "target": target.name},
@@ -137,6 +244,11 @@ def failed_report(manifest: Manifest) -> str | None:
     if manifest.verdict in (None, "PASS"):
         return None
     return f"the translator's own report says {manifest.verdict} (kvlingo eval)"
+
+
+def confidence_of(manifest: Manifest) -> Confidence | None:
+    """Return what judges a translator's hand-overs; None where none was fitted."""
+    return None if manifest.confidence is None else Confidence.from_json(manifest.confidence)
 
 
 def translator_for(folder: Path, source: LanguageModel, target: LanguageModel, *, no_text: bool) -> Translator:
@@ -167,6 +279,8 @@ def handoff_lines(handed: HandOff, times: FirstToken) -> Iterator[str]:
     yield f"plan: {handed.plan}"
     if handed.plan.fallback:
         yield f"re-prefilled: {handed.plan.fallback}"
+    elif handed.doubt is not None:
+        yield f"doubt {handed.doubt:.2f}: the probability that this hand-over is bad, by what its tail shows"
     faster = f"{times.speedup:.1f} times as long" if times.speedup >= 1 else "less: re-prefill at this length"
     runs = f"medians of {times.repeats} runs" if times.repeats > 1 else "one run"
     yield (

@@ -17,10 +17,12 @@ ORDER = re.findall(
     r"\w+",
     """
     errors files gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck
-    fingerprints language_model models outline batches pairing plan cost forecast traffic
-    texts stats ridge features maps folding translator corpus metrics handoff generation mlx timing calibration arms
-    shapes public_shapes collecting judging fitting whitening objective distillation environment report evaluation manifest
-    readme store workplace assets plots progress facts jobs trials benchmark mlx_bench interchange sheets demo cli
+    fingerprints language_model models outline batches anchors recompute pairing plan cost forecast traffic
+    texts stats ridge features maps folding translator corpus metrics trust confidence signs handoff generation mlx
+    timing calibration arms
+    shapes public_shapes collecting judging fitting whitening objective distillation environment report evaluation quantised
+    frontier reliability drift questions manifest readme store workplace assets plots progress facts jobs trials benchmark
+    mlx_bench interchange sheets demo cli
     """,
 )
 

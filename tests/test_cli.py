@@ -232,6 +232,100 @@ def test_eval_writes_its_report_into_the_artifact(fitted: Path, tmp_path: Path, 
     assert "KL to native" in run("info", there).out
 
 
+SMALL_SWEEP = [
+    "--frontier",
+    "--context",
+    "40",
+    "--continuation",
+    "6",
+    "--documents",
+    "3",
+    "--shares",
+    "0.2",
+    "--blocks",
+    "1,4",
+]
+
+
+def test_eval_frontier_writes_json_and_picture(fitted: Path, tmp_path: Path, run: Run) -> None:
+    ran = run("eval", fitted, "--text", copy_texts(fitted), *SMALL_SWEEP, "--out", tmp_path / "out", "--json")
+    assert ran.code == 0, ran.err
+    told = last_json(ran)
+    assert told == json.loads((tmp_path / "out" / "frontier.json").read_text())
+    assert told["options"]["by"] == ["spread", "random", "distance", "surprise", "oracle"]
+    (length,) = told["contexts"]
+    assert length["context_tokens"] == 40
+    assert {row["name"] for row in length["controls"]} >= {"token_only", "tail_only", "no_context"}
+    assert "re-prefill" in ran.out
+    assert "nearer than random ones by" in ran.out
+    assert "frontier.json" not in names_in(fitted)
+    if (tmp_path / "out" / "frontier.png").exists():  # matplotlib is an extra
+        assert (tmp_path / "out" / "frontier.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--shares", "2"], "--shares is '2'"),
+        (["--blocks", "0"], "--blocks is '0'"),
+        (["--anchors-by", "luck,random"], "no signal 'luck'"),
+        (["--anchors-by", "deviation", "--lengths", "x"], "--lengths is 'x'"),
+    ],
+)
+def test_eval_frontier_refuses(fitted: Path, run: Run, tmp_path: Path, flags: list[str], words: str) -> None:
+    ran = run("eval", fitted, "--text", copy_texts(fitted), *SMALL_SWEEP, *flags, "--out", tmp_path)
+    assert_refused(ran, words)
+
+
+def test_confidence_is_fitted_kept_and_used(fitted: Path, tmp_path: Path, run: Run) -> None:
+    there = copy_of(fitted, tmp_path)
+    texts = copy_texts(fitted)
+    flags = ["--context", "40,48", "--continuation", "6", "--documents", "10", "--tail", "6"]
+    with_middle_limit = ["--kl", str(middle_kl(there, texts, flags, run))]
+    ran = run("confidence", there, "--text", texts, *flags, *with_middle_limit, "--json")
+    assert ran.code == 0, ran.err
+    told = last_json(ran)
+    worth = told["confidence"]["fitted"]["left_out"]
+    assert f"recall {worth['recall']:.2f}" in ran.out
+    kept = json.loads((there / "translator.json").read_text())["manifest"]["confidence"]
+    assert kept == told["confidence"]
+    file = tmp_path / "talk.txt"
+    file.write_text(tiny.text(30, seed=77))
+    handed = run("handoff", there, file, "--max-new-tokens", "2", "--repeats", "1", "--json")
+    assert handed.code == 0, handed.err
+    told = last_json(handed)
+    assert told["doubt"] is not None
+    is_bad = told["doubt"] > kept["threshold"]
+    assert is_bad == (told["plan"]["fallback"] is not None)
+    assert ("looks bad" in handed.out) == is_bad
+    anyway = last_json(run("handoff", there, file, "--max-new-tokens", "2", "--repeats", "1", "--anyway", "--json"))
+    assert anyway["doubt"] is None
+    assert anyway["plan"]["fallback"] is None
+
+
+def middle_kl(folder: Path, texts: Any, flags: list[str], run: Run) -> float:
+    """Return the KL that half of the hand-overs have: what the refusal of an impossible limit tells."""
+    ran = run("confidence", folder, "--text", texts, *flags, "--kl", "100", "--no-keep")
+    return float(ran.err.rsplit("half of them one of ", 1)[1].split()[0])
+
+
+def test_confidence_without_bad_hand_overs_is_refused(fitted: Path, run: Run) -> None:
+    flags = ["--context", "40", "--continuation", "6", "--documents", "4", "--tail", "6", "--kl", "100"]
+    assert_refused(run("confidence", fitted, "--text", copy_texts(fitted), *flags), "nothing to tell apart", "--kl")
+
+
+def test_handoff_reads_anchors(fitted: Path, tmp_path: Path, run: Run) -> None:
+    file = tmp_path / "talk.txt"
+    file.write_text(tiny.text(30, seed=78))
+    flags = ["--max-new-tokens", "2", "--repeats", "1", "--json", "--anchors", "0.2"]
+    for by in ("spread", "distance"):
+        told = last_json(run("handoff", fitted, file, *flags, "--anchors-by", by))
+        anchors = [s for s in told["plan"]["spans"] if s["reason"].startswith("anchor")]
+        assert anchors
+        assert all(by in s["reason"] for s in anchors)
+    assert_refused(run("handoff", fitted, file, *flags, "--anchors-by", "luck"), "no signal 'luck'")
+
+
 def test_eval_refuses_a_tail_as_long_as_the_context(fitted: Path, run: Run) -> None:
     ran = run("eval", fitted, "--text", copy_texts(fitted), *SMALL_EVAL, "--tail", "40")
     assert_refused(ran, "nothing to judge", "--tail")

@@ -16,6 +16,7 @@ import torch
 import kvlingo.serve.decoding as decoding
 import kvlingo.serve.switching as switching
 from kvlingo.batches import Batch
+from kvlingo.confidence import Confidence
 from kvlingo.cost import MapRates, Rates, ReadingRates
 from kvlingo.errors import BadInput, IncompatiblePair
 from kvlingo.handoff import read_conversation
@@ -314,6 +315,18 @@ def test_a_refused_translator_is_not_used_and_says_why() -> None:
         (found,) = ask(engine, request_for(LM, "b", talk(2)))
         assert found.begun.translated_tokens == 0
         assert "FAIL" in str(found.begun.fallback)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_a_hand_over_that_is_doubted_is_read_again_and_says_why(threshold: float) -> None:
+    confidence = Confidence(("entropy_nats",), (0.0,), (1.0,), (1.0,), 0.0, threshold, 0.5, 4, {})
+    link = Link("a", "b", identity_translator(LM.geometry, torch.float64), confidence=confidence)
+    with closing(LocalEngine({"a": LM, "b": LM}, [link], Limits(rule=ALWAYS))) as engine:
+        ask(engine, request_for(LM, "a", talk(2)))
+        (found,) = ask(engine, request_for(LM, "b", talk(2)))
+        assert found.ids == cold_ids(LM, talk(2))
+        assert (found.begun.translated_tokens == 0) == (threshold == 0)
+        assert ("looks bad" in str(found.begun.fallback)) == (threshold == 0)
 
 
 def test_a_translation_that_was_asked_for_and_cannot_be_says_why() -> None:

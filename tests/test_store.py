@@ -29,6 +29,8 @@ from kvlingo.store import (
     load_translator,
     push_to_hub,
     read_manifest,
+    save_confidence,
+    save_report,
     save_translator,
 )
 from kvlingo.translator import Translator, TranslatorConfig
@@ -669,3 +671,20 @@ def test_the_real_client_without_a_network() -> None:
 
 def test_the_weights_file_is_plain_safetensors(folder: Path) -> None:
     assert load_file(folder / "translator.safetensors").keys() == make_translator().state_dict().keys()
+
+
+def test_a_confidence_is_kept_beside_the_weights(tmp_path: Path) -> None:
+    """Without one, the artifact is what older versions read: they refuse fields that they don't know."""
+    save_translator(tmp_path / "t", make_translator(), MANIFEST)
+    before = (tmp_path / "t" / "translator.safetensors").read_bytes()
+    assert "confidence" not in json.loads((tmp_path / "t" / "translator.json").read_text())["manifest"]
+    kept = {"signs": ["distance"], "threshold": 0.5}
+    save_confidence(tmp_path / "t", kept)
+    loaded, manifest = load_translator(tmp_path / "t", source=SOURCE, target=TARGET)
+    assert manifest.confidence == kept
+    assert manifest.held_out == REPORT
+    assert (tmp_path / "t" / "translator.safetensors").read_bytes() == before
+    save_report(tmp_path / "t", {"verdict": "PASS"})
+    assert read_manifest(tmp_path / "t").confidence == kept
+    save_translator(tmp_path / "t", loaded, MANIFEST, overwrite=True)  # other weights: what judged the old ones is gone
+    assert read_manifest(tmp_path / "t").confidence is None

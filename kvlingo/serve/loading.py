@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
+from kvlingo.confidence import Confidence
 from kvlingo.errors import BadInput
 from kvlingo.handoff import hand_off
 from kvlingo.jobs import Where
@@ -157,7 +158,9 @@ def links_of(models: Mapping[str, LanguageModel], folder: Path) -> list[Link]:
 
 def _link(models: Mapping[str, LanguageModel], source: str, target: str, folder: Path, manifest: Manifest) -> Link:
     translator, _ = load_translator(folder, source=models[source], target=models[target])
-    return Link(source, target, translator.to(models[target].device), refusal_of(manifest, folder))
+    confidence = None if manifest.confidence is None else Confidence.from_json(manifest.confidence)
+    there = translator.to(models[target].device)
+    return Link(source, target, there, refusal_of(manifest, folder), confidence=confidence)
 
 
 def refusal_of(manifest: Manifest, folder: Path) -> str | None:

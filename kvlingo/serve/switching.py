@@ -16,6 +16,7 @@ import torch
 
 from kvlingo.cache import can_cut, fork, truncate
 from kvlingo.calibration import handoff_cost, read_cost
+from kvlingo.confidence import Confidence
 from kvlingo.cost import HandoffCost, Rates, TargetCost, handoff_flops, handoff_s, pass_flops, pass_s
 from kvlingo.errors import KVLingoError, UnsupportedCache
 from kvlingo.handoff import Conversation, HandOff, ModelState, hand_off, read_conversation, refuse_target
@@ -42,6 +43,7 @@ class Link:
         refusal: why it is not to be used (a failed report), or None.
         rule: what was measured for it; None: the engine's.
         rates: what reading and translating cost on this machine; None: by FLOPs.
+        confidence: what judges each of its hand-overs; one that it doubts is read again.
     """
 
     source: str
@@ -50,6 +52,7 @@ class Link:
     refusal: str | None = None
     rule: Rule | None = None
     rates: Rates | None = None
+    confidence: Confidence | None = None
 
     @cached_property
     def cost(self) -> HandoffCost:
@@ -331,6 +334,7 @@ class Switch:
             source_state=offer.state,
             target_state=state,
             reading=prompt.reading,
+            confidence=offer.link.confidence,
         )
 
     def _read_on(self, prompt: Prompt, target: Side, own: Match | None, reason: str | None) -> Started:
