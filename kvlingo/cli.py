@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from kvlingo import __version__
 from kvlingo.errors import BadInput, KVLingoError, MissingExtra, UnsupportedModel
@@ -342,7 +341,7 @@ def evaluate(
             keep=keep,
             tell=tell,
         )
-    sheets.print_report(report, Console())
+    sheets.print_report(report, sheets.to_stdout())
     emit(report.to_dict(), as_json)
     if not report.passed:
         raise typer.Exit(FAILED)
@@ -366,7 +365,7 @@ def sweep_dial(folder: Path, options: dict[str, Any], places: tuple[Any, ...], a
             out=out,
             tell=tell,
         )
-    sheets.print_frontier(record, Console())
+    sheets.print_frontier(record, sheets.to_stdout())
     emit(record, as_json)
 
 
@@ -502,10 +501,10 @@ def info(
 
         if target is None:
             result = facts.describe_folder(Path(what))
-            sheets.print_folder(result, Console())
+            sheets.print_folder(result, sheets.to_stdout())
         else:
             result = describe(facts.describe_pair, what, target, as_json)
-            sheets.print_pair(result, Console())
+            sheets.print_pair(result, sheets.to_stdout())
     emit(result, as_json)
 
 
@@ -541,7 +540,7 @@ def plan(
             tflops, bandwidth, flops_share, bandwidth_share, batch, occupancy, price_per_hour=price
         )
         result = facts.plan_traffic(source, target, traffic, accelerator)
-        sheets.print_traffic(result, Console())
+        sheets.print_traffic(result, sheets.to_stdout())
     emit(result, as_json)
 
 
@@ -636,9 +635,10 @@ def demo(
 ) -> None:
     """Fetch two small models, fit, distil, hand a conversation over and back, and show what was kept."""
     with stoppable("fetched models and finished stages are kept; the same command goes on from there"):
+        from kvlingo import sheets
         from kvlingo.demo import run_demo
 
-        report = run_demo(quick=quick, minutes=minutes, cache_dir=cache_dir, console=Console(), tell=tell)
+        report = run_demo(quick=quick, minutes=minutes, cache_dir=cache_dir, console=sheets.to_stdout(), tell=tell)
     emit(report, as_json)
     if report["verdict"] != "PASS":
         raise typer.Exit(FAILED)
@@ -676,7 +676,7 @@ def serve(
     big: Annotated[str | None, typer.Option(help="The router's big model. Default: big.")] = None,
     rules: Annotated[
         Path | None,
-        typer.Option(help="TOML file of limits: [[switch]] (`kvlingo calibrate`), [threshold], [cascade], [token]."),
+        typer.Option(help="TOML file of limits; its tables: switch (`kvlingo calibrate`), threshold, cascade, token."),
     ] = None,
     learned: Annotated[
         Path | None, typer.Option(metavar="DIR", help="What `kvlingo route fit` wrote, for the router learned.")
@@ -894,7 +894,7 @@ def bench(
             result = bench_folder(
                 source, target, folder, options, texts=text or [], where=where, picture=picture, tell=tell
             )
-        sheets.print_benchmark(result, Console())
+        sheets.print_benchmark(result, sheets.to_stdout())
     emit(result, as_json)
 
 

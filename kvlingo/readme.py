@@ -50,7 +50,8 @@ def quality(report: Mapping[str, Any] | None) -> str:
     if "verdict" in report:
         text.append(f"Verdict **{report['verdict']}** on {report.get('num_documents', '?')} held-out documents.")
     if report.get("plan"):
-        text.append(f"Plan: {', '.join(f'{key} {value}' for key, value in report['plan'].items())}.")
+        told = {key: value for key, value in report["plan"].items() if isinstance(value, int | float | str)}
+        text.append(f"Plan: {', '.join(f'{key} {value}' for key, value in told.items())}.")
     if report.get("arms"):
         text.append(arms_table(report["arms"]))
     if "verdict" not in report:
@@ -62,7 +63,8 @@ def judged_in_training(report: Mapping[str, Any]) -> str:
     """Return what fitting or distilling saw on a few held-out hand-overs: no evaluation, and said so."""
     if report.get("kl_nats") is None:
         return "The held-out text was too short to judge it: run `kvlingo eval` before you rely on it."
-    lines = [f"KL to native: {report['kl_nats']:.4f} nats on {report.get('hand_overs', '?')} held-out hand-overs."]
+    count = f"{report['hand_overs']} " if "hand_overs" in report else ""
+    lines = [f"KL to native: {report['kl_nats']:.4f} nats on {count}held-out hand-overs."]
     if report.get("kl_nats_before_distilling") is not None:
         lines.append(f"Before distilling: {report['kl_nats_before_distilling']:.4f} nats.")
     controls = {name: kl for name, kl in (report.get("controls_kl_nats") or {}).items() if kl is not None}
@@ -100,12 +102,16 @@ def cell(estimate: Mapping[str, Any] | None) -> str:
 
 def usage(manifest: Manifest) -> str:
     """Return the lines that load this translator."""
+    source, target = (
+        json.dumps(name if REPOSITORY_NAME.fullmatch(name) else f"FOLDER OF {name}")
+        for name in (manifest.source.name, manifest.target.name)
+    )
     return f"""\
 from kvlingo.models import load_model
 from kvlingo.store import from_pretrained
 
-source = load_model({json.dumps(manifest.source.name)})
-target = load_model({json.dumps(manifest.target.name)})
+source = load_model({source})
+target = load_model({target})
 translator, manifest = from_pretrained("THIS FOLDER OR REPOSITORY", source=source, target=target)"""
 
 

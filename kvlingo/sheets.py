@@ -6,6 +6,8 @@ Knows rich, the report and the plain values that `facts` and `demo` return; comp
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -27,6 +29,7 @@ COLUMNS = (
     "share kept",
 )
 WIDE = 104
+WIDTH_OF_A_FILE = 200
 MOST_LENGTHS = 12
 
 
@@ -209,6 +212,12 @@ def print_folder(facts: Mapping[str, Any], console: Console) -> None:
         plain = {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in report.items() if not isinstance(v, dict)}
         shown = ", ".join(f"{k} {v}" for k, v in plain.items())
         say(console, f"held out: {shown}; the whole comparison: kvlingo eval {facts['folder']}")
+
+
+def to_stdout() -> Console:
+    """Return where results go; a file or a pipe, which have no width, get lines as long as the tables need."""
+    is_narrow = sys.stdout.isatty() or os.environ.get("COLUMNS")
+    return Console() if is_narrow else Console(width=WIDTH_OF_A_FILE)
 
 
 def empty(*headers: str, padding: int = 1) -> Table:

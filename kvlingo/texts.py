@@ -225,6 +225,8 @@ def _read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError as error:
         raise BadInput(f"no such file or folder: {path}; check the spelling") from error
+    except IsADirectoryError as error:
+        raise BadInput(f"{path} is a folder; give a file") from error
     except OSError as error:
         raise BadInput(f"can't read {path}: {error.strerror}; check its permissions") from error
 
