@@ -21,7 +21,7 @@ from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.language_model import LanguageModel, cache_devices, native_layers, prefill, read, read_sinks
 from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan
 from kvlingo.reading import Reading, read_chat, read_text
-from kvlingo.translator import Translator, check_geometry, embedded, first_read
+from kvlingo.translator import Translator, TranslatorConfig, check_geometry, embedded, first_read
 
 Message = dict[str, Any]
 
@@ -357,9 +357,7 @@ def carry_out(
         source_kv, offset = None, 0
         if translator.config.reads_source:
             refuse_changed_angles(source, source_state.cache.get_seq_length())
-            lag = max(translator.config.source_lags)
-            # A map that also reads the token before sees no translated one: the first token to be trusted is repeated.
-            offset = max(source_state.translated_until, int(alignment[start]) - lag, 0)
+            offset = first_source_token(translator.config, int(alignment[start]), source_state.translated_until)
             source_kv = read_cache(
                 source_state.cache,
                 source.rotary,
@@ -378,6 +376,14 @@ def carry_out(
     except UnsupportedCache as error:
         # Whatever could not be read is read again by the target: slower, never wrong, and the plan says so.
         return reprefill_plan(tokens, str(error)), None
+
+
+def first_source_token(config: TranslatorConfig, aligned: int, translated_until: int) -> int:
+    """Return where to begin reading the source for a translation that begins at the source token `aligned`.
+
+    A map that also reads the token before sees no translated one: the first token to be trusted is repeated.
+    """
+    return max(translated_until, aligned - max(config.source_lags), 0)
 
 
 def refuse_target(target: LanguageModel, tokens: int) -> None:
