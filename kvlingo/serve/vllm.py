@@ -38,6 +38,7 @@ from kvlingo.serve.external.matching import Matcher, read_link
 from kvlingo.serve.external.options import Options, read_options
 from kvlingo.serve.external.scheduling import Arrival, Desk, Load, Orders
 from kvlingo.serve.external.stores import open_store
+from kvlingo.serve.external.versions import refuse_version
 from kvlingo.serve.external.working import Layers, Worker
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-CHECKED = ("0.32",)  # `kvlingo vllm-check` and the tests pass on these
 IDLE_SECONDS = 0.001
 MODEL_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -59,10 +59,7 @@ MODEL_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise `BadInput` or `UnsupportedModel` for an engine in which a translation would be wrong or was never tried."""
-    if not vllm.__version__.startswith(tuple(f"{version}." for version in CHECKED)):
-        raise BadInput(
-            f"this is vLLM {vllm.__version__}; the connector is checked on {', '.join(CHECKED)}: install that"
-        )
+    refuse_version(vllm.__version__)
     _check_options(config)
     _check_model(config)
     groups = kv_cache_config.kv_cache_groups
@@ -254,7 +251,7 @@ class Stats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget them."""
-        self.data = {}
+        self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another interval."""
@@ -516,6 +513,3 @@ def _layers(config: VllmConfig, kv_caches: dict[str, Tensor], wanted: Sequence[i
             f"the engine keeps keys in layers {sorted(found)}, the checkpoint in {sorted(wanted)}; it can't be used"
         )
     return [found[index] for index in wanted]
-
-
-__all__ = ["CHECKED", "KVLingoConnector", "VllmPages", "check_engine"]

@@ -20,7 +20,7 @@ from kvlingo.geometry import Geometry
 from kvlingo.language_model import hash_tokenizer
 from kvlingo.manifest import Manifest, parse_config, parse_manifest, read_document
 from kvlingo.models import load_tokenizer
-from kvlingo.plan import HandoffPlan, SpanKind, plan_handoff
+from kvlingo.plan import EARLIER, HandoffPlan, Provenance, Span, SpanKind, plan_handoff
 from kvlingo.reading import reading_of_ids
 from kvlingo.serve.external.entries import Entry, check_parts, checked_id, parse
 from kvlingo.serve.external.options import Options
@@ -105,6 +105,11 @@ class Match:
     entry: Entry
     link: Link
     alignment: tuple[int, ...]
+
+    @property
+    def reach(self) -> int:
+        """Return how many first tokens of the prompt the cache covers."""
+        return sum(1 for aligned in self.alignment if aligned >= 0)
 
 
 class Matcher:
@@ -196,6 +201,7 @@ def plan_match(match: Match, native: int, options: Options) -> HandoffPlan:
         sink=options.sink,
         tail=options.tail,
         native=native,
+        earlier=held_spans(match, native),
         untrusted=match.entry.translated_until,
         fitted_tokens=match.link.config.fitted_tokens,
     )
@@ -206,6 +212,16 @@ def plan_match(match: Match, native: int, options: Options) -> HandoffPlan:
         why = next(s.reason for s in plan.spans if s.kind is SpanKind.RECOMPUTED)
         raise Refused("head", f"the first {start} tokens can't be translated ({why}), more than {options.head_tokens}")
     return plan
+
+
+def held_spans(match: Match, native: int) -> list[Span]:
+    """Return what the first `native` tokens are worth: they are of this hand-over, and as far as it can reach, translated."""
+    reach = min(native, match.reach)
+    spans = (
+        Span(0, reach, SpanKind.NATIVE, Provenance.TRANSLATED, EARLIER),
+        Span(reach, native, SpanKind.NATIVE, Provenance.OWN, EARLIER),
+    )
+    return [span for span in spans if len(span)]
 
 
 def alignment_tensor(match_alignment: Sequence[int]) -> torch.Tensor:

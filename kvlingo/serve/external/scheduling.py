@@ -152,8 +152,8 @@ class Desk:
     def _salt(self, key: str, salt: str | None) -> str:
         """Return a salt that only this hand-over has, and that nobody can send."""
         assert self._matcher is not None
-        parts = [key, salt, sorted(link.digest for link in self._matcher.links.values())]
-        parts += [self.options.sink, self.options.tail]
+        digests = sorted(link.digest for link in self._matcher.links.values())
+        parts = [key, salt, digests, self.options.sink, self.options.tail]
         return SALT_PREFIX + hmac.new(self._secret, json.dumps(parts).encode(), hashlib.sha256).hexdigest()
 
     # --- it is looked at, maybe often ---
@@ -161,9 +161,9 @@ class Desk:
     def matched(self, request: str, native: int) -> int | None:
         """Return how many tokens after the `native` ones that the engine holds will be translated; None: ask again later."""
         case = self._cases.get(request)
-        if case is None or case.wish.load is None:
+        if case is None:
             return 0
-        if case.refused is None:
+        if case.refused is None and case.wish.load is not None:
             try:
                 return self._planned(case, native)
             except Refused as refused:
@@ -302,7 +302,7 @@ def translated_until(case: Case) -> int:
     """Return before which token a request's keys and values may be translated: by this request or by one before it."""
     if case.match is None or case.refused is not None:
         return 0
-    return sum(1 for aligned in case.match.alignment if aligned >= 0)
+    return case.match.reach
 
 
 def _result(search: Job[Match]) -> Match:

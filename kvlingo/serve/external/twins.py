@@ -1,7 +1,7 @@
 """Two tiny models with the same outputs and different caches, and the exact translator: what an engine is checked with.
 
 The second one is the first with its key-value heads swapped, its values in another basis and its keys and queries turned inside
-their rotary planes. Its tokenizer may spell the same pieces with other ids. Weights are written as files; no model class is named here.
+their rotary planes. Its tokenizer may spell the same pieces with other ids. Weights are written as files.
 """
 
 from __future__ import annotations

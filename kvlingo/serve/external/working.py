@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -95,7 +96,7 @@ class Worker:
             if request in self._loads:
                 self._loads[request].cancel()
         for save in orders.saves:
-            self._copies[save.request] = self._copiers.start(lambda job, save=save: self._copy(save))
+            self._copies[save.request] = self._copiers.start(partial(self._copy, save))
 
     def load_now(self, load: Load) -> tuple[str, str] | None:
         """Load while the engine waits; return why it failed, or None."""
@@ -105,7 +106,7 @@ class Worker:
 
     def _load(self, load: Load) -> Job[None]:
         until = time.monotonic() + self._options.load_seconds
-        return self._loaders.start(lambda job: self._bring(load, job), until)
+        return self._loaders.start(partial(self._bring, load), until)
 
     def _bring(self, load: Load, job: Job[None]) -> None:
         assert self._target is not None
@@ -141,16 +142,16 @@ class Worker:
 
     # --- keeping ---
 
-    def _copy(self, save: Save) -> Layers | None:
+    def _copy(self, save: Save, _: object) -> Layers | None:
         self._puts = [put for put in self._puts if not put.done]
         if len(self._puts) >= UNSAVED_PER_THREAD * self._options.threads:
             self._count("save_failed_store_slow")
             return None
         layers = self._pages.read(save.blocks, len(save.ids))
-        self._puts.append(self._savers.start(lambda job: self._put(save, layers)))
+        self._puts.append(self._savers.start(partial(self._put, save, layers)))
         return layers
 
-    def _put(self, save: Save, layers: Layers) -> None:
+    def _put(self, save: Save, layers: Layers, _: object) -> None:
         try:
             assert self._side is not None
             self._keep(save, lifted(layers, self._side.rotary), self._side)
