@@ -136,7 +136,7 @@ def store(tmp_path: Path) -> FolderStore:
     return FolderStore(tmp_path / "store", 1 << 26)
 
 
-# --- what is kept --------------------------------------------------------------------------------------------------------
+# --- what is kept ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_kept_is_the_source_s_own_position_free_cache(store: FolderStore, source: LanguageModel) -> None:
@@ -225,7 +225,7 @@ def test_the_heads_of_all_ranks_are_put_together(source: LanguageModel, heads: i
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-# --- where it is kept ------------------------------------------------------------------------------------------------------
+# --- where it is kept ------------------------------------------------------------------------------------------------
 
 
 def test_an_entry_is_there_whole_or_not_at_all(store: FolderStore) -> None:
@@ -317,7 +317,7 @@ def test_stores_by_name(tmp_path: Path) -> None:
         open_store("s3://bucket", 1)
 
 
-# --- options ---------------------------------------------------------------------------------------------------------------
+# --- options ---------------------------------------------------------------------------------------------------------
 
 
 def test_options_are_read() -> None:
@@ -343,7 +343,7 @@ def test_wrong_options_are_refused(given: dict[str, Any], said: str) -> None:
         read_options(given)
 
 
-# --- what fits -------------------------------------------------------------------------------------------------------------
+# --- what fits -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -352,6 +352,8 @@ def test_wrong_options_are_refused(given: dict[str, Any], said: str) -> None:
         {"kvlingo": 7},
         {"kvlingo": {"file": "x"}},
         {"kvlingo": {"save": "yes"}},
+        {"kvlingo": {"save": None}},
+        {"kvlingo": {"save": 1}},
         {"kvlingo": {"load": "../../x"}},
         {"kvlingo": {"load": {"id": "a" * 32}}},
         {"kvlingo": {"source_contents": [[1]]}},
@@ -485,7 +487,7 @@ def test_an_unproven_translator_is_not_used_unasked(made: Path, tmp_path: Path) 
     assert isinstance(read_link(folder, replace(options, unproven=True)), Link)
 
 
-# --- what is made of it ----------------------------------------------------------------------------------------------------
+# --- what is made of it ----------------------------------------------------------------------------------------------
 
 
 def carry_of(matcher: Matcher, match: Match, ids: Sequence[int], native: int = 0) -> Carry:
@@ -524,7 +526,7 @@ def test_another_target_is_refused(made: Path, source: LanguageModel, tmp_path: 
         Target(source, [read_link(made / "translator", options_of(made, tmp_path))])
 
 
-# --- a worker ----------------------------------------------------------------------------------------------------------------
+# --- a worker --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -616,6 +618,18 @@ def test_a_request_that_is_gone_is_not_written_for(
     assert not pages.layers[0][0].isfinite().any()
 
 
+def test_an_id_that_is_taken_is_not_written_over(store: FolderStore, source: LanguageModel) -> None:
+    """A client may choose the id (an answer that is streamed can't tell one); it can't choose one that is there."""
+    key = keep(store, source, prompt(20), tenant=tenant_of("alice"))
+    before = store.manifests(key), store.data(key, 0)
+    pages = MemoryPages(source)
+    fill(pages, source, prompt(20, seed=9), (1, 2))
+    worker = Worker(store, Options(store="x"), pages, None, side_of(source))
+    worker.start(Orders(saves=[Save("r", key, prompt(20, seed=9), (1, 2), "", None, 0)]))
+    assert wait_for(worker, "counts").counts == {"save_failed_taken": 1}
+    assert (store.manifests(key), store.data(key, 0)) == before
+
+
 def test_a_store_that_hangs_holds_no_blocks(source: LanguageModel, store: FolderStore) -> None:
     """Copies are made at once; what can't be put away in time is not kept, and counted."""
     pages, hang = MemoryPages(source), threading.Event()
@@ -635,7 +649,7 @@ def test_a_store_that_hangs_holds_no_blocks(source: LanguageModel, store: Folder
     assert counts + worker.told().counts["save_failed_store_slow"] == 5
 
 
-# --- the desk ------------------------------------------------------------------------------------------------------------------
+# --- the desk --------------------------------------------------------------------------------------------------------
 
 
 def arrival(ids: Sequence[int], key: str | None = None, **changes: Any) -> Arrival:
@@ -675,7 +689,7 @@ def test_a_request_is_matched_loaded_and_told(desk: Desk, store: FolderStore, so
     assert not keeps
     assert told is not None
     assert told["kvlingo"]["status"] == "applied"
-    assert told["kvlingo"]["prompt"] == {"native": 0, "translated": TOKENS - 1, "recomputed": 1}
+    assert told["kvlingo"]["prompt"] == {"native": 0, "translated": TOKENS - 2, "recomputed": 2}
 
 
 def test_a_refused_request_gets_its_own_salt_back_once(desk: Desk) -> None:
@@ -783,7 +797,7 @@ def test_plain_requests_are_left_alone(desk: Desk) -> None:
     assert desk.finished("r", prompt(), [1], whole=True) == (False, None)
 
 
-# --- threads -------------------------------------------------------------------------------------------------------------------
+# --- threads ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_job_that_was_given_up_does_not_commit() -> None:

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
@@ -54,7 +55,7 @@ IDLE_SECONDS = 0.001
 MODEL_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-# --- what is refused before anything is served ---------------------------------------------------------------------------
+# --- what is refused before anything is served -----------------------------------------------------------------------
 
 
 def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -99,7 +100,7 @@ def _check_model(config: VllmConfig) -> None:
         raise UnsupportedModel(f"{model.model} has recurrent layers, whose state can't be translated; it can't be used")
 
 
-# --- blocks --------------------------------------------------------------------------------------------------------------
+# --- blocks ----------------------------------------------------------------------------------------------------------
 
 
 def read_cpu(layer: Any, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,7 +223,7 @@ class _Beside:
         self._stream.synchronize()
 
 
-# --- what the two halves tell each other -----------------------------------------------------------------------------------
+# --- what the two halves tell each other -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -289,7 +290,7 @@ class Figures(KVConnectorPromMetrics):
             self._counter.labels(*self.per_engine_labelvalues[engine_idx], what).inc(count)
 
 
-# --- the connector ---------------------------------------------------------------------------------------------------------
+# --- the connector ---------------------------------------------------------------------------------------------------
 
 
 class KVLingoConnector(KVConnectorBase_V1):
@@ -381,8 +382,7 @@ class KVLingoConnector(KVConnectorBase_V1):
             consumes = self._kv_transfer_config.is_kv_consumer and options.translators
             target = Target(lm, [read_link(t, options) for t in options.translators]) if consumes else None
             side = side_of(lm) if self._keeps else None
-        parallel = config.parallel_config
-        rank, world = parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size
+        rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         pages = VllmPages(_layers(config, kv_caches, lm.geometry.cache_layers), self._block_size)
         for layer, shape in zip(pages._layers, lm.geometry.layers, strict=True):
             mine = head_range(shape.kv_heads, rank, world)

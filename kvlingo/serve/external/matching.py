@@ -62,11 +62,13 @@ class Wish:
     Fields:
         load: the id of a kept cache to go on from, or None.
         save: keep what this request has read and said.
+        key: under which id; None for one that is drawn.
         source_contents, target_contents: where contents are in the bytes of both sides' tokens, where the tokenizers differ.
     """
 
     load: str | None = None
     save: bool = False
+    key: str | None = None
     source_contents: tuple[tuple[int, int], ...] | None = None
     target_contents: tuple[tuple[int, int], ...] | None = None
 
@@ -76,14 +78,15 @@ def read_wish(params: object) -> Wish | None:
     asked = params.get(PARAMS) if isinstance(params, Mapping) else None
     if asked is None:
         return None
-    if not isinstance(asked, Mapping) or not set(asked) <= KNOWN or not isinstance(asked.get("save", False), bool):
+    if not isinstance(asked, Mapping) or not set(asked) <= KNOWN:
         raise Refused(
             "bad_request", f"kv_transfer_params.{PARAMS} may hold {', '.join(sorted(KNOWN))}", unsupported=True
         )
-    load = asked.get("load")
+    load, save = asked.get("load"), asked.get("save", False)
     return Wish(
         None if load is None else checked_id(load),
-        asked.get("save", False),
+        save is not False,
+        None if isinstance(save, bool) else checked_id(save),
         _ranges(asked.get("source_contents")),
         _ranges(asked.get("target_contents")),
     )
@@ -142,10 +145,9 @@ class Matcher:
     def _entry(self, key: str, tenant: str, until: float) -> Entry:
         while True:
             parts = [parse(data, key) for data in self.store.manifests(key)]
-            # Whose it is comes first: nobody learns by waiting whether another one's cache is there.
-            if any(part.tenant != tenant for part in parts):
-                raise Refused("unknown", "no such cache is kept")
-            if parts and len(parts) >= parts[0].world:
+            # Another one's cache is not there: neither the words nor the time that it takes tell it from none.
+            mine = all(part.tenant == tenant for part in parts)
+            if mine and parts and len(parts) >= parts[0].world:
                 return check_parts(parts)
             if time.monotonic() + POLL_SECONDS > until:
                 raise Refused("unknown", "no such cache is kept")

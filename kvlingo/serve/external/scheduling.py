@@ -168,7 +168,7 @@ class Desk:
                 return self._planned(case, native)
             except Refused as refused:
                 case.refused = refused
-        case.plan, case.native, case.translated = None, native, 0
+        case.plan, case.native, case.translated = None, min(native, len(case.arrival.ids)), 0
         return 0
 
     def _planned(self, case: Case, native: int) -> int | None:
@@ -183,7 +183,7 @@ class Desk:
         _, stop = plan.translated
         if not plan.count(SpanKind.TRANSLATED) and not native:
             raise Refused("nothing", plan.fallback or "there is nothing to translate")
-        case.plan, case.native = plan, native
+        case.plan, case.native = plan, min(native, len(case.arrival.ids))
         return max(0, stop - native) if plan.count(SpanKind.TRANSLATED) else 0
 
     def salt_again(self, request: str) -> tuple[bool, str | None]:
@@ -195,8 +195,10 @@ class Desk:
         return True, case.arrival.salt
 
     def waiting(self) -> bool:
-        """Tell whether a request waits for the store."""
-        return any(c.search is not None and c.match is None and c.refused is None for c in self._cases.values())
+        """Tell whether a request waits for the store, or for a worker that loads."""
+        return bool(self._loading) or any(
+            c.search is not None and c.match is None and c.refused is None for c in self._cases.values()
+        )
 
     # --- it is given blocks ---
 
@@ -217,7 +219,7 @@ class Desk:
             plan=case.plan,
             native=case.native,
         )
-        case.translated = tokens
+        case.translated = case.plan.count(SpanKind.TRANSLATED)
         self._orders.loads.append(Load(request, carry, tuple(blocks)))
         if self.options.load_async:
             self._loading.add(request)
@@ -264,7 +266,7 @@ class Desk:
         if keeps:
             save = Save(
                 request,
-                new_id(),
+                case.wish.key or new_id(),
                 tuple(ids),
                 tuple(blocks),
                 tenant_of(case.arrival.salt),

@@ -38,7 +38,7 @@ class Store(Protocol):
         ...
 
     def manifests(self, key: str) -> list[bytes]:
-        """Return what is there of an id: one for each part, in the order of their ranks. Empty where nothing is."""
+        """Return what is there of an id, one for each part, up to the first rank that is missing."""
         ...
 
     def data(self, key: str, rank: int) -> bytes:
@@ -75,8 +75,11 @@ class FolderStore:
     def manifests(self, key: str) -> list[bytes]:
         """See `Store`."""
         with self._reached():
-            files = sorted(self.folder.glob(f"{key}.*.json"), key=lambda file: int(file.name.split(".")[1]))
-            return [file.read_bytes() for file in files]
+            found: list[bytes] = []
+            with suppress(FileNotFoundError):
+                while True:
+                    found.append(self._file(key, len(found), "json").read_bytes())
+            return found
 
     def data(self, key: str, rank: int) -> bytes:
         """See `Store`."""

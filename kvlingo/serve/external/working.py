@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvlingo.cache import KV
 from kvlingo.serve.external.carrying import Carry, Side, Target, fetch, head_range, lifted, placed, translate
-from kvlingo.serve.external.entries import Entry, describe, pack
+from kvlingo.serve.external.entries import Entry, describe, pack, parse
 from kvlingo.serve.external.options import Options
 from kvlingo.serve.external.refusals import Refused
 from kvlingo.serve.external.scheduling import Load, Orders, Save
@@ -154,6 +154,8 @@ class Worker:
     def _put(self, save: Save, layers: Layers, _: object) -> None:
         try:
             assert self._side is not None
+            if any(parse(data, save.key).rank == self._rank for data in self._store.manifests(save.key)):
+                raise Refused("taken", "a cache is kept under this id already")
             self._keep(save, lifted(layers, self._side.rotary), self._side)
         except Refused as refused:
             self._count(f"save_failed_{refused.reason}")
