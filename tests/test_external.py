@@ -487,6 +487,20 @@ def test_an_unproven_translator_is_not_used_unasked(made: Path, tmp_path: Path) 
     assert isinstance(read_link(folder, replace(options, unproven=True)), Link)
 
 
+@pytest.mark.parametrize(("mapper", "used"), [("translator", True), ("another", False), (7, False)])
+def test_a_translator_that_was_asked_for_is_used_or_none(
+    made: Path, store: FolderStore, source: LanguageModel, mapper: Any, used: bool
+) -> None:
+    wish = read_wish({"kvlingo": {"load": keep(store, source, prompt()), "mapper": mapper}})
+    assert wish is not None
+    if used:
+        assert matcher_of(made, store).find(wish, prompt(), "", time.monotonic() + 1).link.folder.name == mapper
+        return
+    with pytest.raises(Refused) as refused:
+        matcher_of(made, store).find(wish, prompt(), "", time.monotonic() + 1)
+    assert refused.value.status == "unsupported"
+
+
 # --- what is made of it ----------------------------------------------------------------------------------------------
 
 

@@ -91,19 +91,11 @@ class Fleet:
         return self._faulty(self.place / "twins" / "target", log, self.options("twins"))
 
     def _sync(self, log: Path) -> Server:
-        """Loading within a step, prompts read in pieces, and blocks that go to another connector too."""
-        ours = {
-            "kv_connector": "KVLingoConnector",
-            "kv_connector_module_path": "kvlingo.serve.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": self.options("twins", load_async=False),
-        }
+        """Loading within a step, and prompts read in pieces."""
         return start_server(
             self.place / "twins" / "target",
             log,
-            None,
-            transfer=ours,
+            self.options("twins", load_async=False),
             arguments=["--max-num-batched-tokens", "256", "--enable-chunked-prefill"],
         )
 

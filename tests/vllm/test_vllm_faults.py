@@ -35,9 +35,11 @@ def wait_until(true: Callable[[], bool], seconds: float = 30) -> None:
     assert true()
 
 
-def refused(fleet: Fleet, ids: list[int], key: str, own: Answer, *reasons: str, **more: object) -> Answer:
+def refused(
+    fleet: Fleet, ids: list[int], key: str, own: Answer, *reasons: str, name: str = "target", **more: object
+) -> Answer:
     """Ask to go on from a kept cache that can't be used; check the answer, what is told and what is counted."""
-    target = fleet.get("target")
+    target = fleet.get(name)
     before = {r: target.metric("vllm:kvlingo_total", what=f"refused_{r}") for r in reasons}
     started = time.monotonic()
     answer = target.complete(ids, load=key, **more)  # type: ignore[arg-type]
@@ -65,10 +67,12 @@ def test_a_deleted_entry(fleet: Fleet) -> None:
     refused(fleet, ids, key, own, "unknown")
 
 
-def test_an_entry_that_is_deleted_between_the_look_and_the_load(fleet: Fleet) -> None:
+@pytest.mark.parametrize("name", ["target", "sync"])
+def test_an_entry_that_is_deleted_between_the_look_and_the_load(fleet: Fleet, name: str) -> None:
     ids, key, own = kept(fleet, 202)
     file_of(fleet, key, "safetensors").unlink()
-    refused(fleet, ids, key, own, "gone")
+    refused(fleet, ids, key, own, "gone", name=name)
+    assert fleet.get(name).complete(ids).far_from(own) <= SAME
 
 
 @pytest.mark.parametrize("kind", ["json", "safetensors"])
@@ -79,14 +83,14 @@ def test_a_cut_entry(fleet: Fleet, kind: str) -> None:
     refused(fleet, ids, key, own, "corrupt")
 
 
-@pytest.mark.parametrize("kind", ["json", "safetensors"])
-def test_a_flipped_bit(fleet: Fleet, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), [("json", "target"), ("safetensors", "target"), ("safetensors", "sync")])
+def test_a_flipped_bit(fleet: Fleet, kind: str, name: str) -> None:
     ids, key, own = kept(fleet, 204)
     file = file_of(fleet, key, kind)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    refused(fleet, ids, key, own, "corrupt")
+    refused(fleet, ids, key, own, "corrupt", name=name)
 
 
 def test_the_same_request_works_once_the_entry_is_whole_again(fleet: Fleet) -> None:

@@ -30,7 +30,7 @@ from kvlingo.translator import TranslatorConfig
 
 POLL_SECONDS = 0.05
 PARAMS = "kvlingo"
-KNOWN = {"load", "save", "source_contents", "target_contents"}
+KNOWN = {"load", "mapper", "save", "source_contents", "target_contents"}
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,14 @@ class Wish:
         load: the id of a kept cache to go on from, or None.
         save: keep what this request has read and said.
         key: under which id; None for one that is drawn.
+        mapper: the translator that has to be used, by its folder's name or its weights' hash; None for whichever fits.
         source_contents, target_contents: where contents are in the bytes of both sides' tokens, where the tokenizers differ.
     """
 
     load: str | None = None
     save: bool = False
     key: str | None = None
+    mapper: str | None = None
     source_contents: tuple[tuple[int, int], ...] | None = None
     target_contents: tuple[tuple[int, int], ...] | None = None
 
@@ -87,6 +89,7 @@ def read_wish(params: object) -> Wish | None:
         None if load is None else checked_id(load),
         save is not False,
         None if isinstance(save, bool) else checked_id(save),
+        asked.get("mapper"),
         _ranges(asked.get("source_contents")),
         _ranges(asked.get("target_contents")),
     )
@@ -139,6 +142,8 @@ class Matcher:
         link = self.links.get(entry.fingerprint)
         if link is None:
             raise Refused("other_model", "no translator here reads the model that this cache is of", unsupported=True)
+        if wish.mapper not in (None, link.folder.name, link.digest):
+            raise Refused("mapper", "the translator that was asked for is not the one that is here", unsupported=True)
         self._check(entry, link)
         return Match(entry, link, tuple(self._align(entry, link, wish, ids)))
 
