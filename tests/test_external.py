@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from kvlingo.cache import KV
-from kvlingo.errors import BadInput, IncompatiblePair
+from kvlingo.cli import main
+from kvlingo.errors import BadInput, IncompatiblePair, UnsupportedModel
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.manifest import plain
 from kvlingo.models import load_model
 from kvlingo.plan import SpanKind
-from kvlingo.serve.external import entries, twins
+from kvlingo.serve.external import checking, entries, twins, versions
 from kvlingo.serve.external.carrying import Carry, Target, fetch, head_range, lifted, placed, side_of, translate
 from kvlingo.serve.external.entries import Entry, checked_id, merge, new_id, tenant_of
 from kvlingo.serve.external.matching import Link, Match, Matcher, by_tokens, plan_match, read_link, read_wish
@@ -791,14 +792,24 @@ def test_only_what_ended_by_itself_is_kept(desk: Desk, whole: bool, count: int) 
     assert len(desk.orders().saves) == count
 
 
+def test_what_was_cut_off_is_kept_under_its_client_s_own_id(desk: Desk) -> None:
+    """vLLM cuts off what ends with a stop string; an id that was drawn here could not be told any more."""
+    key = new_id()
+    desk.arrive(arrival(prompt(), params={"kvlingo": {"save": key}}))
+    assert desk.finished("r", prompt(), [1, 2, 3, 4], whole=False)[0]
+    assert [save.key for save in desk.orders().saves] == [key]
+
+
 def test_a_request_that_goes_while_it_is_loaded_is_dropped(
     desk: Desk, store: FolderStore, source: LanguageModel
 ) -> None:
     ids = prompt()
-    desk.arrive(arrival(ids, keep(store, source, ids)))
+    both = {"kvlingo": {"load": keep(store, source, ids), "save": new_id()}}
+    desk.arrive(arrival(ids, params=both))
     assert ask(desk)
     desk.allocated("r", [7, 2, 9, 4], TOKENS - 1)
-    desk.finished("r", [], [7, 2, 9, 4], whole=False)
+    keeps, _ = desk.finished("r", ids, [7, 2, 9, 4], whole=False)
+    assert not keeps, "its blocks hold nothing yet"
     orders = desk.orders()
     assert [load.request for load in orders.loads] == ["r"]
     assert orders.dropped == {"r"}
@@ -838,3 +849,41 @@ def test_the_plan_of_a_prompt_without_the_cache_s_beginning_is_a_reprefill(
     matcher = matcher_of(made, store)
     match = find(matcher, keep(store, source, prompt()), prompt(seed=5))
     assert plan_match(match, 0, matcher.options).count(SpanKind.TRANSLATED) == 0
+
+
+# --- versions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.1"])
+def test_a_checked_version_is_taken(found: str) -> None:
+    versions.refuse_version(found)
+
+
+@pytest.mark.parametrize("found", ["0.31.9", "0.33.0", "0.320.1", "1.32.0"])
+def test_other_versions_are_refused(found: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"vLLM {found} is installed; the connector is checked on 0.32"):
+        versions.refuse_version(found)
+
+
+def test_without_vllm_the_self_test_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(versions, "DISTRIBUTIONS", ("no-such-distribution",))
+    with pytest.raises(SystemExit) as left:
+        main(["vllm-check"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == (
+        "kvlingo: vLLM is not installed here: pip install 'kvlingo[vllm]', in an environment of its own\n"
+    )
+
+
+def test_a_self_test_that_fails_has_an_exit_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = {"vllm": "0.32.0", "dtype": "float32", "verdict": "FAIL"}
+    failed = {"checks": [{"name": "so is the next turn", "passed": False, "what": "it is not"}]}
+    monkeypatch.setattr(checking, "check_engine_pair", lambda *_: result | failed)
+    with pytest.raises(SystemExit) as left:
+        main(["vllm-check", "--json"])
+    assert left.value.code == 3
+    assert "FAILED: so is the next turn (it is not)" in capsys.readouterr().out

@@ -114,6 +114,21 @@ class Fleet:
     def _target16(self, log: Path) -> Server:
         return start_server(self.place / "twins16" / "target", log, self.options("twins16"), dtype="bfloat16")
 
+    def _two_ranks(self, made: str, log: Path, options: dict[str, Any]) -> Server:
+        return start_server(
+            self.place / "twins" / made,
+            log,
+            options,
+            arguments=["--tensor-parallel-size", "2"],
+            environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        )
+
+    def _source_of_two(self, log: Path) -> Server:
+        return self._two_ranks("source", log, self.options())
+
+    def _target_of_two(self, log: Path) -> Server:
+        return self._two_ranks("target", log, self.options("twins"))
+
     def _producer(self, log: Path) -> Server:
         """One that will be killed."""
         return self._source(log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 
@@ -87,6 +88,8 @@ def test_bfloat16_is_within_rounding(fleet: Fleet) -> None:
     wrong = target.complete(ids, load=fleet.as_strangers(key), count=1)
     assert wrong.told["status"] == "applied"
     assert wrong.far_from(own) > SAME_BFLOAT16
+    for name in ("source16", "target16"):
+        fleet.end(name)
 
 
 @pytest.mark.parametrize("name", ["target", "sync"])
@@ -98,6 +101,28 @@ def test_a_wrong_translator_is_seen(fleet: Fleet, name: str) -> None:
     handed = target.complete(ids, load=key)
     assert handed.told["prompt"]["translated"] == 298
     assert handed.far_from(target.complete(ids)) > 100 * SAME
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+def test_two_ranks_on_each_side(fleet: Fleet) -> None:
+    """Each rank keeps its heads and loads its own; a cache of two ranks serves one, and the other way round."""
+    source, target = fleet.get("source_of_two"), fleet.get("target_of_two")
+    one_source, one_target = fleet.get("source"), fleet.get("target")
+    ids = prompt(300, seed=7)
+    key = source.complete(ids, save=True).told["id"]
+    one_key = one_source.complete(ids, save=True).told["id"]
+    own = one_target.complete(ids)
+    for server, kept in ((target, key), (target, one_key), (one_target, key)):
+        handed = server.complete(ids, load=kept)
+        assert handed.told["status"] == "applied", handed.told
+        assert handed.cached == 299
+        assert handed.far_from(own) <= SAME
+    assert len(fleet.store.manifests(key)) == 2
+    (fleet.store.folder / f"{key}.1.json").unlink()
+    half = target.complete([*ids[:-1], 3], load=key)
+    assert half.told["status"] == "fallback_reprefill"
+    for name in ("source_of_two", "target_of_two"):
+        fleet.end(name)
 
 
 def test_other_ids_of_the_same_text_and_requests_that_push_each_other_out(fleet: Fleet) -> None:

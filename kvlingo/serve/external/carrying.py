@@ -64,15 +64,19 @@ class Target:
         self.sources = {link.digest: link.manifest.source.geometry for link in links}
         layers = tuple(replace(layer, window=None) for layer in lm.geometry.layers)
         self.lm = replace(lm, geometry=replace(lm.geometry, layers=layers))
+        self._special = frozenset(lm.tokenizer.all_special_ids)
         self._heads: dict[tuple[int, ...], KV] = {}
 
     def head(self, ids: Sequence[int]) -> KV:
-        """Return the target's own position-free KV of a prompt's first few tokens, remembered for the next prompt."""
+        """Return the target's own position-free KV of a prompt's first few tokens.
+
+        Special tokens, with which many prompts begin, are remembered; text is not: nobody can tell by the time what others said.
+        """
         key = tuple(ids)
         found = self._heads.get(key)
         if found is None:
             found = read(self.lm, self.lm.ids(key))
-            if len(self._heads) < REMEMBERED_HEADS:
+            if self._special.issuperset(key) and len(self._heads) < REMEMBERED_HEADS:
                 self._heads[key] = found
         return found
 

@@ -34,8 +34,8 @@ def prompt(tokens: int = PROMPT_TOKENS, seed: int = 0) -> list[int]:
     return [0, *(2 + (7919 * (i + 1) + 104729 * seed * (i + 3)) % 251 for i in range(tokens - 1))]
 
 
-def check_engine_pair(dtype: str, tell: Callable[[str], None], translator: str = "translator") -> dict[str, Any]:
-    """Run the self-test; return what was found, with a verdict. `translator`: which of those that `make_twins` writes."""
+def check_engine_pair(dtype: str, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Run the self-test; return what was found, with a verdict."""
     found = installed()
     refuse_version(found)
     with tempfile.TemporaryDirectory(prefix="kvlingo-vllm-check-") as place:
@@ -43,7 +43,7 @@ def check_engine_pair(dtype: str, tell: Callable[[str], None], translator: str =
         tell("making two tiny models")
         make_twins(folder, dtype=dtype)
         store = {"store": str(folder / "store")}
-        told = {"translators": [str(folder / translator)]}
+        told = {"translators": [str(folder / "translator")]}
         tell(f"starting two servers with vLLM {found}; their blocks are written and read back first")
         source = start_server(folder / "source", folder / "source.log", store, dtype=dtype)
         target = start_server(folder / "target", folder / "target.log", store | told, dtype=dtype)
@@ -53,10 +53,12 @@ def check_engine_pair(dtype: str, tell: Callable[[str], None], translator: str =
     return {"vllm": found, "dtype": dtype, "verdict": verdict, "checks": [asdict(check) for check in checks]}
 
 
-def hand_over(source: Server, target: Server, allowed: float) -> list[Check]:
-    """Hand one conversation over, go on with it, and look at what is left behind."""
-    ids = prompt()
-    key = source.complete(ids, save=True).told["id"]
+def hand_over(
+    source: Server, target: Server, allowed: float, *, seed: int = 0, as_other: Callable[[str], str] = str
+) -> list[Check]:
+    """Hand one conversation over, go on with it, and look at what is left behind; `as_other` may put another cache in place."""
+    ids = prompt(seed=seed)
+    key = as_other(source.complete(ids, save=True).told["id"])
     handed = target.complete(ids, load=key)
     later = [*ids, *handed.ids, 5, 6, 7]
     handed_later = target.complete(later, load=key)

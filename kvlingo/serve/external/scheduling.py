@@ -254,15 +254,17 @@ class Desk:
 
         Args:
             ids: the tokens whose keys and values the engine holds.
-            whole: it ended by itself; one that was cut off is not kept.
+            whole: it ended by itself. One that was cut off is kept under an id of its client's own only.
         """
         case = self._cases.pop(request, None)
         if case is None:
             return False, None
-        if request in self._loading:
+        loading = request in self._loading
+        if loading:
             self._orders.dropped.add(request)
         told = self._told(case) if case.wish.load is not None or case.refused is not None else {}
-        keeps = whole and case.wish.save and self._saves and case.arrival.unusable is None and bool(ids)
+        ended = bool(ids) and not loading and (whole or case.wish.key is not None)
+        keeps = ended and case.wish.save and self._saves and case.arrival.unusable is None
         if keeps:
             save = Save(
                 request,
