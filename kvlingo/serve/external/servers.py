@@ -19,7 +19,7 @@ from kvlingo.errors import BadInput
 from kvlingo.serve.external.matching import PARAMS
 
 MODULE, CONNECTOR = "kvlingo.serve.vllm", "KVLingoConnector"
-UP_SECONDS = 400.0
+UP_SECONDS = 600.0
 SMALL = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_NO_USAGE_STATS": "1",
