@@ -159,6 +159,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         write_stranger(place / name)
     fleet = Fleet(place)
     try:
+        for name in ("source", "target"):  # nearly every test needs these; they start side by side
+            fleet.begin(name)
         yield fleet
     finally:
         for name in list(fleet.running):
