@@ -410,9 +410,9 @@ class KVLingoConnector(KVConnectorBase_V1):
         assert self._worker is not None
         failed = self._worker.load_now(load)
         if failed is not None:
+            # All of them: what an earlier request of this hand-over has left there is a translation too.
             _, stop = load.carry.plan.translated
-            first, last = load.carry.native // self._block_size, (stop - 1) // self._block_size
-            self._failed_blocks |= set(load.blocks[first : last + 1])
+            self._failed_blocks |= set(load.blocks[: (stop - 1) // self._block_size + 1])
             self._news.failed[load.request] = failed
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

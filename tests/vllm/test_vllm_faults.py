@@ -93,6 +93,17 @@ def test_a_flipped_bit(fleet: Fleet, kind: str, name: str) -> None:
     refused(fleet, ids, key, own, "corrupt", name=name)
 
 
+@pytest.mark.parametrize("name", ["target", "sync"])
+def test_a_fault_on_the_next_turn(fleet: Fleet, name: str) -> None:
+    """What the first turn's wrong translation has left in the prefix cache is not used either."""
+    ids, key, _ = kept(fleet, 207)
+    wrong = fleet.as_strangers(key)
+    assert fleet.get(name).complete(ids, load=wrong).told["status"] == "applied"
+    file_of(fleet, wrong, "safetensors").write_bytes(b"")
+    later = [*ids, *prompt(200, 208)[1:]]
+    refused(fleet, later, wrong, fleet.get("source").complete(later), "corrupt", name=name)
+
+
 def test_the_same_request_works_once_the_entry_is_whole_again(fleet: Fleet) -> None:
     """A failure belongs to its request: it is not held against the next one."""
     ids, key, own = kept(fleet, 205)

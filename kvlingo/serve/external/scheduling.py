@@ -236,6 +236,7 @@ class Desk:
         case = self._cases.get(request)
         if case is not None and case.refused is None:
             case.refused = Refused(reason, why)
+            case.native, case.translated = 0, 0
 
     def arrived(self, request: str) -> None:
         """Note that workers are through with a request's load, one way or the other."""
@@ -304,7 +305,7 @@ class Desk:
 
 def translated_until(case: Case) -> int:
     """Return before which token a request's keys and values may be translated: by this request or by one before it."""
-    if case.match is None or case.refused is not None:
+    if case.match is None or (case.refused is not None and not case.salted):
         return 0
     return case.match.reach
 
