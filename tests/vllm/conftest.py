@@ -12,7 +12,7 @@ import pytest
 
 from kvlingo.errors import KVLingoError
 from kvlingo.serve.external.entries import Entry, describe, new_id, parse
-from kvlingo.serve.external.servers import Server, start_server
+from kvlingo.serve.external.servers import Server, start_server, transfer_of
 from kvlingo.serve.external.stores import FolderStore
 from kvlingo.serve.external.twins import make_twins
 from kvlingo.serve.external.versions import installed, refuse_version
@@ -97,6 +97,29 @@ class Fleet:
             log,
             self.options("twins", load_async=False),
             arguments=["--max-num-batched-tokens", "256", "--enable-chunked-prefill"],
+        )
+
+    def _multi(self, log: Path) -> Server:
+        """With a child beside ours that keeps blocks by their hashes, and so few blocks that it is asked."""
+        ours = transfer_of(self.options("twins"))
+        child = {
+            "kv_connector": "HashedConnector",
+            "kv_connector_module_path": "tests.vllm.hashed",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+        }
+        both = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": [ours, child]},
+        }
+        return start_server(
+            self.place / "twins" / "target",
+            log,
+            None,
+            transfer=both,
+            arguments=["--num-gpu-blocks-override", "12"],
         )
 
     def _few(self, log: Path) -> Server:

@@ -159,6 +159,25 @@ def test_ones_that_were_pushed_out(fleet: Fleet) -> None:
         assert max(abs(a - b) for a, b in zip(plain.logprobs, own.logprobs, strict=True)) <= SAME
 
 
+def test_another_connector_that_keeps_blocks(fleet: Fleet) -> None:
+    """The child keeps translated blocks too, under the salted hashes, and gives them to this hand-over only."""
+    case = Case(fleet, 119, name="multi")
+    wrong = case.translated()
+    for seed in (120, 121, 122):  # these push all blocks out of the engine's own cache
+        case.target.complete(prompt(900, seed))
+    again = case.translated()
+    assert again.told["prompt"]["native"] == 0, "the engine's own cache still has it"
+    assert again.far_from(wrong) <= SAME
+    for seed in (120, 121, 122):
+        case.target.complete(prompt(900, seed))
+    plain = case.clean(cached=None)
+    assert plain.cached == 0
+    for seed in (120, 121, 122):
+        case.target.complete(prompt(900, seed))
+    assert case.clean(cached=None).cached == 512, "the child gives back what is the model's own"
+    fleet.end("multi")
+
+
 def test_a_salt_that_looks_like_ours(fleet: Fleet) -> None:
     case = Case(fleet, 117)
     case.translated()

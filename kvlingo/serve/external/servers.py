@@ -145,6 +145,17 @@ class Server:
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
 
+def transfer_of(extra: Mapping[str, Any], module: str = MODULE) -> dict[str, Any]:
+    """Return what --kv-transfer-config takes, for a server that keeps caches and goes on from them."""
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": dict(extra),
+    }
+
+
 def start_server(
     model: Path,
     log: Path,
@@ -152,7 +163,6 @@ def start_server(
     *,
     arguments: Sequence[str] = (),
     module: str = MODULE,
-    connector: str = CONNECTOR,
     transfer: Mapping[str, Any] | None = None,
     dtype: str = "float32",
     environment: Mapping[str, str] | None = None,
@@ -166,14 +176,9 @@ def start_server(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    usual = {
-        "kv_connector": connector,
-        "kv_connector_module_path": module,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": dict(extra or {}),
-    }
-    with_connector = ["--kv-transfer-config", json.dumps(transfer or usual)] if extra is not None or transfer else []
+    if transfer is None and extra is not None:
+        transfer = transfer_of(extra, module)
+    with_connector = ["--kv-transfer-config", json.dumps(transfer)] if transfer is not None else []
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
     command += ["--enforce-eager", "--max-model-len", "2048", "--enable-prompt-tokens-details", "--max-logprobs", "300"]
