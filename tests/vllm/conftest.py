@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvlingo.store import load_translator, save_translator
 
 HERE = Path(__file__).parent
 STRANGER = "f" * 64  # the fingerprint of a source that does not exist: its translator is wrong, so what leaks is seen
-LOOKUP_SECONDS, LOAD_SECONDS = 1.0, 4.0
+LOOKUP_SECONDS, LOAD_SECONDS = 2.0, 4.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,6 +34,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
             item.add_marker(skip)
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for something that happens beside the test."""
+    until = time.monotonic() + seconds
+    while not true() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert true()
 
 
 def write_stranger(made: Path) -> None:
@@ -119,7 +128,7 @@ class Fleet:
             log,
             None,
             transfer=both,
-            arguments=["--num-gpu-blocks-override", "12"],
+            arguments=["--num-gpu-blocks-override", "12", "--max-model-len", "1024"],
         )
 
     def _few(self, log: Path) -> Server:
@@ -128,7 +137,7 @@ class Fleet:
             self.place / "others" / "target",
             log,
             self.options("others", source_tokenizers=[str(self.place / "others" / "source")]),
-            arguments=["--num-gpu-blocks-override", "14"],
+            arguments=["--num-gpu-blocks-override", "14", "--max-model-len", "1024"],
         )
 
     def _source16(self, log: Path) -> Server:
@@ -162,6 +171,7 @@ class Fleet:
 
     def relabel(self, key: str, change: Callable[[Entry], Entry]) -> str:
         """Keep a copy of a kept cache under a new id, with something else said of it."""
+        wait_until(lambda: bool(self.store.manifests(key)))  # its client has the id before the cache is put away
         entry, data, new = parse(self.store.manifests(key)[0], key), self.store.data(key, 0), new_id()
         entry = replace(change(entry), id=new)
         self.store.put(new, 0, describe(entry), data, max(entry.expires, entry.created + 600))

@@ -10,7 +10,7 @@ import pytest
 
 from kvlingo.serve.external.checking import prompt
 from kvlingo.serve.external.servers import Answer, Server
-from tests.vllm.conftest import Fleet
+from tests.vllm.conftest import Fleet, wait_until
 
 SAME = 1e-4
 SAME_BFLOAT16 = 5e-2
@@ -28,6 +28,8 @@ def hand_over(fleet: Fleet, name: str, ids: Sequence[int], same: float) -> tuple
     kept = source.complete(ids, save=True)
     before = counted(target)
     handed = target.complete(ids, load=kept.told["id"])
+    computed = len(ids) + sum(before.values())
+    wait_until(lambda: sum(counted(target).values()) >= computed)  # figures come a moment after the answer
     after = counted(target)
     assert handed.told["status"] == "applied", handed.told
     assert handed.told["prompt"] == {"native": 0, "translated": len(ids) - 2, "recomputed": 2}
