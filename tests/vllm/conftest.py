@@ -152,7 +152,6 @@ class Fleet:
             log,
             options,
             arguments=["--tensor-parallel-size", "2"],
-            environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         )
 
     def _source_of_two(self, log: Path) -> Server:

@@ -24,6 +24,8 @@ SMALL = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # tiny models, several servers: threads that spin on one core help nobody
+    "OMP_NUM_THREADS": "1",
 }
 
 
