@@ -21,7 +21,7 @@ from kvlingo.store import load_translator, save_translator
 
 HERE = Path(__file__).parent
 STRANGER = "f" * 64  # the fingerprint of a source that does not exist: its translator is wrong, so what leaks is seen
-LOOKUP_SECONDS, LOAD_SECONDS = 2.0, 4.0
+LOOKUP_SECONDS, LOAD_SECONDS = 5.0, 4.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -145,7 +145,7 @@ def test_ones_that_were_pushed_out(fleet: Fleet) -> None:
     theirs = [[turned[i] for i in ids] for ids in prompts]
     before = target.metric("vllm:num_preemptions_total")
     threads = [
-        threading.Thread(target=target.complete, args=(ids,), kwargs={"load": key, "count": 200})
+        threading.Thread(target=target.complete, args=(ids,), kwargs={"load": key, "count": 40})
         for ids, key in zip(theirs, keys, strict=True)
     ]
     for thread in threads:

@@ -134,8 +134,8 @@ def test_other_ids_of_the_same_text_and_requests_that_push_each_other_out(fleet:
     prompts = [prompt(500, seed=seed) for seed in range(10, 14)]
     keys = [source.complete(ids, save=True, count=1).told["id"] for ids in prompts]
     theirs = [[turned[i] for i in ids] for ids in prompts]
-    alone = [target.complete(ids, load=key, count=200) for ids, key in zip(theirs, keys, strict=True)]
-    cold = [target.complete(ids, count=200) for ids in theirs]
+    alone = [target.complete(ids, load=key, count=40) for ids, key in zip(theirs, keys, strict=True)]
+    cold = [target.complete(ids, count=40) for ids in theirs]
     before = target.metric("vllm:num_preemptions_total")
     together = all_at_once(target, theirs, keys)
     assert target.metric("vllm:num_preemptions_total") > before
@@ -150,7 +150,7 @@ def all_at_once(target: Server, prompts: Sequence[Sequence[int]], keys: Sequence
     answers: dict[int, Answer] = {}
 
     def ask(index: int) -> None:
-        answers[index] = target.complete(prompts[index], load=keys[index], count=200)
+        answers[index] = target.complete(prompts[index], load=keys[index], count=40)
 
     threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
     for thread in threads:
