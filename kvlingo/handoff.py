@@ -25,7 +25,7 @@ from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, 
 from kvlingo.reading import Reading, read_chat, read_text
 from kvlingo.recompute import recompute
 from kvlingo.signs import Seen, signs_of
-from kvlingo.translator import Translator, check_geometry, first_read
+from kvlingo.translator import Translator, TranslatorConfig, check_geometry, first_read
 from kvlingo.trust import Evidence, doubts, embeddings_of, exact_layers, first_layers_of, place_of
 
 Message = dict[str, Any]
@@ -494,9 +494,7 @@ def carry_out(
         source_kv, offset = None, 0
         if translator.config.reads_source:
             refuse_changed_angles(source, source_state.cache.get_seq_length())
-            lag = max(translator.config.source_lags)
-            # A map that also reads the token before sees no translated one: the first token to be trusted is repeated.
-            offset = max(source_state.translated_until, int(alignment[start]) - lag, 0)
+            offset = first_source_token(translator.config, int(alignment[start]), source_state.translated_until)
             wanted = first_read(
                 translator.config,
                 not_held(plan, target),
@@ -576,6 +574,14 @@ def choose_anchors(plan: HandoffPlan, anchors: Anchors, scores: Tensor, middle: 
     chosen = with_anchors(plan, picked, f"anchor: least trusted by {anchors.by}")
     first, last = chosen.translated
     return chosen, middle if chosen.fallback else middle.narrow(first - start, last - start)
+
+
+def first_source_token(config: TranslatorConfig, aligned: int, translated_until: int) -> int:
+    """Return where to begin reading the source for a translation that begins at the source token `aligned`.
+
+    A map that also reads the token before sees no translated one: the first token to be trusted is repeated.
+    """
+    return max(translated_until, aligned - max(config.source_lags), 0)
 
 
 def refuse_target(target: LanguageModel, tokens: int) -> None:

@@ -72,8 +72,7 @@ class LanguageModel:
     @cached_property
     def tokenizer_hash(self) -> str:
         """Identify the tokenizer by content: vocabulary, merges, normaliser, added tokens and chat template."""
-        body = self.tokenizer.backend_tokenizer.to_str() + str(self.tokenizer.chat_template)
-        return hashlib.sha256(body.encode()).hexdigest()
+        return hash_tokenizer(self.tokenizer)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the input embeddings of `ids` [tokens] as [tokens, hidden]."""
@@ -82,6 +81,12 @@ class LanguageModel:
     def ids(self, values: Sequence[int]) -> Tensor:
         """Put token ids on the model's device: [tokens]."""
         return torch.tensor(values, dtype=torch.long, device=self.device)
+
+
+def hash_tokenizer(tokenizer: Any) -> str:
+    """Hash a tokenizer's vocabulary, merges, normaliser, added tokens and chat template."""
+    body = tokenizer.backend_tokenizer.to_str() + str(tokenizer.chat_template)
+    return hashlib.sha256(body.encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,12 @@ def load_model(
     return lm
 
 
+def load_tokenizer(name: str | Path) -> Any:
+    """Load a tokenizer alone, by hub id or local folder. Raises `BadInput` or `UnsupportedModel` with one sentence."""
+    with clear_load_errors(str(name), weights=False):
+        return AutoTokenizer.from_pretrained(name)
+
+
 def _loader_of(folder: Path) -> str | None:
     """Return what `convert_gguf` noted of a folder that it made; None for any other folder."""
     with suppress(OSError, ValueError, TypeError, KeyError):

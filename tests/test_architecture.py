@@ -31,7 +31,7 @@ SERVE_ORDER = re.findall(
     r"\w+",
     """
     protocol settings keys sessions freezing disk shelf forms sampling duet decoding healing switching ahead relay engine routing
-    loading calibrating schema calls replies answering metrics tracing doors speaking gateway
+    loading calibrating schema calls replies answering metrics tracing doors speaking gateway external vllm
     """,
 )
 
@@ -39,6 +39,17 @@ SERVE_ORDER = re.findall(
 ROUTING_ORDER = re.findall(
     r"\w+", "choosing threshold cascade token features learned rules routed building rows learning comparing"
 )
+
+# The same for what other engines share, `kvlingo/serve/external/`.
+EXTERNAL_ORDER = re.findall(
+    r"\w+",
+    """
+    refusals versions threads options entries stores matching carrying scheduling working headers twins servers checking
+    """,
+)
+
+# vLLM is an engine among others: only its connector knows it, and nothing of ours imports that.
+MAY_IMPORT_VLLM = {"vllm"}
 
 # The web framework ends here: everything else sees an `Engine`, a body or plain ASGI.
 MAY_IMPORT_FASTAPI = {"gateway"}
@@ -74,6 +85,7 @@ NOT_OURS = {
     ".git",
     ".venv",
     ".venv-oldest",
+    ".venv-vllm",
     ".hypothesis",
     ".mypy_cache",
     ".pytest_cache",
@@ -86,6 +98,7 @@ NOT_OURS = {
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 SERVE_SOURCES = sorted((PACKAGE / "serve").rglob("*.py"))
 ROUTING_SOURCES = sorted((PACKAGE / "serve" / "routing").glob("*.py"))
+EXTERNAL_SOURCES = sorted((PACKAGE / "serve" / "external").glob("*.py"))
 
 
 def name_of(source: Path) -> str:
@@ -150,6 +163,7 @@ def test_every_module_of_the_gateway_has_its_place_in_its_order() -> None:
     modules = {serve_name_of(source) for source in SERVE_SOURCES} - {"__init__"}
     assert modules <= set(SERVE_ORDER), "give the new module its place in SERVE_ORDER"
     assert {source.stem for source in ROUTING_SOURCES} - {"__init__"} == set(ROUTING_ORDER)
+    assert {source.stem for source in EXTERNAL_SOURCES} - {"__init__"} == set(EXTERNAL_ORDER)
 
 
 def imported_below(source: Path, package: str, order: list[str], name: str) -> set[str]:
@@ -173,6 +187,19 @@ def test_a_module_of_the_gateway_imports_only_from_those_above_it(source: Path) 
 def test_a_router_imports_only_from_those_above_it(source: Path) -> None:
     below = imported_below(source, "kvlingo.serve.routing", ROUTING_ORDER, source.stem)
     assert not below, f"{source.stem} imports from below: {sorted(below)}"
+
+
+@pytest.mark.parametrize("source", EXTERNAL_SOURCES, ids=lambda p: p.stem)
+def test_what_engines_share_imports_only_from_those_above_it(source: Path) -> None:
+    below = imported_below(source, "kvlingo.serve.external", EXTERNAL_ORDER, source.stem)
+    assert not below, f"{source.stem} imports from below: {sorted(below)}"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_vllm_sits_in_one_module_that_nothing_imports(source: Path) -> None:
+    names = imported(ast.walk(tree_of(source)))
+    assert "kvlingo.serve.vllm" not in names
+    assert "vllm" not in {name.split(".")[0] for name in names} or source.stem in MAY_IMPORT_VLLM
 
 
 def test_the_order_is_seen_to_be_broken() -> None:

@@ -1,0 +1,182 @@
+"""From a kept cache to the keys and values that an engine holds: read, merge, translate, rotate.
+
+Knows tensors, stores and the target's own part: its embeddings, first layer and first tokens, from a copy of its checkpoint on
+the CPU. Translation itself is `handoff.assemble`. Does not know blocks, slots or an engine's layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvlingo.cache import KV, concat
+from kvlingo.errors import IncompatiblePair, UnsupportedModel
+from kvlingo.geometry import Geometry
+from kvlingo.handoff import assemble, first_source_token
+from kvlingo.language_model import LanguageModel, read
+from kvlingo.manifest import ModelCard
+from kvlingo.models import load_model
+from kvlingo.plan import HandoffPlan
+from kvlingo.rope import Rotary
+from kvlingo.serve.external.entries import Entry, check_parts, merge, parse, unpack
+from kvlingo.serve.external.matching import Link, alignment_tensor
+from kvlingo.serve.external.refusals import Refused
+from kvlingo.serve.external.stores import Store
+from kvlingo.store import load_translator
+from kvlingo.translator import Translator
+
+REMEMBERED_HEADS = 64
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a model's keys and values look like and who it is; its weights are not kept."""
+
+    card: ModelCard
+    geometry: Geometry
+    rotary: Rotary
+
+
+def side_of(lm: LanguageModel) -> Side:
+    """Return what is to be kept of a loaded model that only gives caches away."""
+    return Side(ModelCard.of(lm), lm.geometry, lm.rotary)
+
+
+def read_checkpoint(name: str, dtype: torch.dtype) -> LanguageModel:
+    """Load the engine's model once more, on the CPU: who it is, how it rotates, and what it makes of first tokens."""
+    return load_model(name, device="cpu", dtype=dtype)
+
+
+class Target:
+    """The target's own part of a hand-over, and the translators to it.
+
+    An engine without a hybrid cache manager keeps every token in every layer, sliding ones too: here no layer has a window.
+    Raises `IncompatiblePair` or `UnsupportedModel` for a model that the translators were not fitted on.
+    """
+
+    def __init__(self, lm: LanguageModel, links: Sequence[Link]) -> None:
+        if lm.target_refusal is not None:
+            raise UnsupportedModel(f"{lm.name}: {lm.target_refusal}")
+        self.translators = {link.digest: _load(link, lm) for link in links}
+        self.sources = {link.digest: link.manifest.source.geometry for link in links}
+        layers = tuple(replace(layer, window=None) for layer in lm.geometry.layers)
+        self.lm = replace(lm, geometry=replace(lm.geometry, layers=layers))
+        self._special = frozenset(lm.tokenizer.all_special_ids)
+        self._heads: dict[tuple[int, ...], KV] = {}
+
+    def head(self, ids: Sequence[int]) -> KV:
+        """Return the target's own position-free KV of a prompt's first few tokens.
+
+        Special tokens, with which many prompts begin, are remembered; text is not: nobody can tell by the time what others said.
+        """
+        key = tuple(ids)
+        found = self._heads.get(key)
+        if found is None:
+            found = read(self.lm, self.lm.ids(key))
+            if self._special.issuperset(key) and len(self._heads) < REMEMBERED_HEADS:
+                self._heads[key] = found
+        return found
+
+
+def _load(link: Link, lm: LanguageModel) -> Translator:
+    translator, manifest = load_translator(link.folder, target=lm)
+    if manifest.weights is None or manifest.weights.sha256 != link.digest:
+        raise IncompatiblePair(f"{link.folder} was changed while it was read; start again")
+    return translator.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What is to be translated: everything that a worker needs beyond its models.
+
+    Fields:
+        key, tenant: the kept cache, and whose it must be.
+        digest: of the translator's weights.
+        ids: the prompt's tokens up to the end of the translated ones.
+        alignment: the source token of each of them.
+        native: how many first tokens the engine holds already.
+    """
+
+    key: str
+    tenant: str
+    digest: str
+    ids: tuple[int, ...]
+    alignment: tuple[int, ...]
+    plan: HandoffPlan
+    native: int
+
+
+def fetch(store: Store, key: str, tenant: str) -> tuple[Entry, KV]:
+    """Read a kept cache and check it. Raises `Refused`."""
+    parts = [parse(data, key) for data in store.manifests(key)]
+    if not parts or any(part.tenant != tenant for part in parts):
+        raise Refused("gone", "the kept cache is not there any more")
+    entry = check_parts(parts)
+    return entry, merge(entry, [unpack(part, store.data(key, part.rank)) for part in parts])
+
+
+@torch.no_grad()
+def translate(carry: Carry, entry: Entry, source: KV, target: Target) -> KV:
+    """Return the target's position-free KV of the tokens from `carry.native` to the end of the translated ones."""
+    translator = target.translators[carry.digest]
+    start, stop = carry.plan.translated
+    offset = first_source_token(translator.config, carry.alignment[start], entry.translated_until)
+    kv = assemble(
+        carry.plan,
+        target.lm,
+        translator,
+        source.narrow(offset, source.tokens) if translator.config.reads_source else None,
+        alignment_tensor(carry.alignment) - offset,
+        torch.tensor(carry.ids, dtype=torch.long),
+        prefix=_prefix(carry, target),
+    )
+    return kv.narrow(carry.native, stop)
+
+
+def _prefix(carry: Carry, target: Target) -> KV | None:
+    """Return what stands before the translated tokens; what the engine holds itself is a part without contents."""
+    start, _ = carry.plan.translated
+    if not start:
+        return None
+    held = _hollow(target.lm, carry.native)
+    if start == carry.native:
+        return held
+    head = target.head(carry.ids[:start])
+    return concat([held, head.narrow(carry.native, start)]) if carry.native else head
+
+
+def _hollow(lm: LanguageModel, tokens: int) -> KV:
+    """Return a KV of tokens of which it holds nothing."""
+    shapes = lm.geometry.layers
+    keys = (torch.zeros(1, s.kv_heads, 0, s.key_dim, dtype=lm.dtype) for s in shapes)
+    values = (torch.zeros(1, s.kv_heads, 0, s.value_dim, dtype=lm.dtype) for s in shapes)
+    return KV(tuple(keys), tuple(values), tokens)
+
+
+def placed(kv: KV, rotary: Rotary, start: int, heads: Sequence[slice]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each layer's keys and values of some of its heads, [tokens, heads, dim], rotated for positions from `start` on."""
+    rotary, positions = rotary.for_one_pass(), torch.arange(start, start + kv.tokens)
+    for layer, (mine, free_keys, free_values) in enumerate(zip(heads, kv.keys, kv.values, strict=True)):
+        keys, values = rotary.apply(free_keys[:, mine], free_values[:, mine], layer, positions)
+        yield keys[0].transpose(0, 1).contiguous(), values[0].transpose(0, 1).contiguous()
+
+
+def lifted(layers: Sequence[tuple[Tensor, Tensor]], rotary: Rotary) -> KV:
+    """Return the position-free KV of a conversation's first tokens from what an engine holds, [tokens, heads, dim] a layer."""
+    rotary, positions = rotary.for_one_pass(), torch.arange(len(layers[0][0]))
+    free = [
+        rotary.strip(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], layer, positions)
+        for layer, (keys, values) in enumerate(layers)
+    ]
+    return KV(tuple(k for k, _ in free), tuple(v for _, v in free), len(positions))
+
+
+def head_range(heads: int, rank: int, world: int) -> slice:
+    """Return which of a layer's heads a rank holds; where there are fewer heads than ranks, several ranks hold one."""
+    if heads >= world:
+        return slice(rank * heads // world, (rank + 1) * heads // world)
+    first = rank * heads // world
+    return slice(first, first + 1)

@@ -1,0 +1,236 @@
+"""Which tokens of a prompt a kept cache can be translated for: from a request and an entry to a plan.
+
+Knows manifests, tokenizers and plans; runs where requests are scheduled, and touches no keys or values. The engine reads no
+token before the translated ones: first tokens that are not translated are the worker's business (`carrying`), and there are few.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvlingo.alignment import align, tokenizer_relation
+from kvlingo.errors import BadInput, KVLingoError
+from kvlingo.geometry import Geometry
+from kvlingo.language_model import hash_tokenizer
+from kvlingo.manifest import Manifest, parse_config, parse_manifest, read_document
+from kvlingo.models import load_tokenizer
+from kvlingo.plan import EARLIER, HandoffPlan, Provenance, Span, SpanKind, plan_handoff
+from kvlingo.reading import reading_of_ids
+from kvlingo.serve.external.entries import Entry, check_parts, checked_id, parse
+from kvlingo.serve.external.options import Options
+from kvlingo.serve.external.refusals import Refused
+from kvlingo.serve.external.stores import Store
+from kvlingo.translator import TranslatorConfig
+
+POLL_SECONDS = 0.05
+PARAMS = "kvlingo"
+KNOWN = {"load", "mapper", "save", "source_contents", "target_contents"}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What is known of a translator without its weights; `digest` is of the weights."""
+
+    folder: Path
+    manifest: Manifest
+    config: TranslatorConfig
+    digest: str
+
+
+def read_link(folder: str | Path, options: Options) -> Link:
+    """Read what is known of a translator. Raises `BadArtifact`, or `BadInput` for one that no report vouches for."""
+    folder = Path(folder).expanduser()
+    document = read_document(folder)
+    manifest = parse_manifest(document)
+    if manifest.verdict != "PASS" and not options.unproven:
+        said = "was never evaluated" if manifest.verdict is None else f"has a report that says {manifest.verdict}"
+        raise BadInput(f"the translator {folder} {said}; run kvlingo eval, or set unproven to use it all the same")
+    assert manifest.weights is not None
+    return Link(folder, manifest, parse_config(document), manifest.weights.sha256)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a request asks for, as far as it makes sense.
+
+    Fields:
+        load: the id of a kept cache to go on from, or None.
+        save: keep what this request has read and said.
+        key: under which id; None for one that is drawn.
+        mapper: the translator that has to be used, by its folder's name or its weights' hash; None for whichever fits.
+        source_contents, target_contents: where contents are in the bytes of both sides' tokens, where the tokenizers differ.
+    """
+
+    load: str | None = None
+    save: bool = False
+    key: str | None = None
+    mapper: str | None = None
+    source_contents: tuple[tuple[int, int], ...] | None = None
+    target_contents: tuple[tuple[int, int], ...] | None = None
+
+
+def read_wish(params: object) -> Wish | None:
+    """Read `kv_transfer_params.kvlingo`, which a client may fill with anything; None where there is none. Raises `Refused`."""
+    asked = params.get(PARAMS) if isinstance(params, Mapping) else None
+    if asked is None:
+        return None
+    if not isinstance(asked, Mapping) or not set(asked) <= KNOWN:
+        raise Refused(
+            "bad_request", f"kv_transfer_params.{PARAMS} may hold {', '.join(sorted(KNOWN))}", unsupported=True
+        )
+    load, save = asked.get("load"), asked.get("save", False)
+    return Wish(
+        None if load is None else checked_id(load),
+        save is not False,
+        None if isinstance(save, bool) else checked_id(save),
+        asked.get("mapper"),
+        _ranges(asked.get("source_contents")),
+        _ranges(asked.get("target_contents")),
+    )
+
+
+def _ranges(given: Any) -> tuple[tuple[int, int], ...] | None:
+    if given is None:
+        return None
+    try:
+        return tuple((int(start), int(stop)) for start, stop in given)
+    except (TypeError, ValueError) as error:
+        raise Refused("bad_request", "contents are lists of two byte offsets", unsupported=True) from error
+
+
+@dataclass(frozen=True)
+class Match:
+    """A kept cache that fits a request: which, by which translator, and the source token of each token of the prompt."""
+
+    entry: Entry
+    link: Link
+    alignment: tuple[int, ...]
+
+    @property
+    def reach(self) -> int:
+        """Return how many first tokens of the prompt the cache covers."""
+        return sum(1 for aligned in self.alignment if aligned >= 0)
+
+
+class Matcher:
+    """Finds kept caches and what they are good for. Safe to use from several threads."""
+
+    def __init__(self, store: Store, links: Sequence[Link], options: Options, target_tokenizer: str) -> None:
+        self.store, self.options = store, options
+        self.links = {link.manifest.source.fingerprint: link for link in links}
+        if len(self.links) < len(links):
+            raise BadInput("two translators are given from one source model; give one")
+        self._target_name = target_tokenizer
+        self._target: Any = None
+        self._sources = {hash_tokenizer(t): t for t in map(load_tokenizer, options.source_tokenizers)}
+        if self._sources:
+            self._target = load_tokenizer(target_tokenizer)
+
+    def find(self, wish: Wish, ids: Sequence[int], tenant: str, until: float) -> Match:
+        """Return what a kept cache gives for a prompt; wait for one that is still being written, `until` (monotonic) at most.
+
+        Raises `Refused`.
+        """
+        assert wish.load is not None
+        entry = self._entry(wish.load, tenant, until)
+        link = self.links.get(entry.fingerprint)
+        if link is None:
+            raise Refused("other_model", "no translator here reads the model that this cache is of", unsupported=True)
+        if wish.mapper not in (None, link.folder.name, link.digest):
+            raise Refused("mapper", "the translator that was asked for is not the one that is here", unsupported=True)
+        self._check(entry, link)
+        return Match(entry, link, tuple(self._align(entry, link, wish, ids)))
+
+    def _entry(self, key: str, tenant: str, until: float) -> Entry:
+        while True:
+            parts = [parse(data, key) for data in self.store.manifests(key)]
+            # Another one's cache is not there: neither the words nor the time that it takes tell it from none.
+            mine = all(part.tenant == tenant for part in parts)
+            if mine and parts and len(parts) >= parts[0].world:
+                return check_parts(parts)
+            if time.monotonic() + POLL_SECONDS > until:
+                raise Refused("unknown", "no such cache is kept")
+            time.sleep(POLL_SECONDS)
+
+    def _check(self, entry: Entry, link: Link) -> None:
+        if entry.expires <= time.time():
+            raise Refused("expired", "the kept cache has expired")
+        if entry.lora is not None:
+            raise Refused(
+                "lora", "the kept cache was made with an adapter; no translator is fitted for it", unsupported=True
+            )
+        if entry.geometry != link.manifest.source.geometry:
+            raise Refused("other_model", "the kept cache has another shape than the translator reads", unsupported=True)
+        limit = Geometry.from_json(entry.geometry).angle_limit
+        if limit is not None and len(entry.ids) > limit:
+            raise Refused("too_long", f"the source changes its rotary angles beyond {limit} tokens", unsupported=True)
+
+    def _align(self, entry: Entry, link: Link, wish: Wish, ids: Sequence[int]) -> Sequence[int]:
+        if entry.tokenizer_hash == link.manifest.target.tokenizer_hash:
+            return by_tokens(entry.ids, ids)
+        tokenizer = self._sources.get(entry.tokenizer_hash)
+        if tokenizer is None:
+            raise Refused(
+                "tokenizer", "the source has another tokenizer; name it in source_tokenizers", unsupported=True
+            )
+        if tokenizer_relation(tokenizer, self._target).kind == "same" and wish.source_contents is None:
+            return by_tokens(entry.ids, ids)
+        try:
+            source = reading_of_ids(tokenizer, entry.ids, wish.source_contents)
+            target = reading_of_ids(self._target, ids, wish.target_contents)
+            return align(source, target).tolist()
+        except KVLingoError as error:
+            raise Refused("text", str(error)) from error
+
+
+def by_tokens(source: Sequence[int], target: Sequence[int]) -> list[int]:
+    """Align two token sequences of one tokenizer: one to one as long as they are the same."""
+    same = next(
+        (i for i, (a, b) in enumerate(zip(source, target, strict=False)) if a != b), min(len(source), len(target))
+    )
+    return [*range(same), *[-1] * (len(target) - same)]
+
+
+def plan_match(match: Match, native: int, options: Options) -> HandoffPlan:
+    """Plan a prompt of which the engine holds `native` tokens, in the same hand-over's own prefix cache. Raises `Refused`."""
+    tokens = len(match.alignment)
+    limit = match.link.config.target.angle_limit
+    if limit is not None and tokens > limit:
+        raise Refused("too_long", f"the target changes its rotary angles beyond {limit} tokens", unsupported=True)
+    plan = plan_handoff(
+        match.alignment,
+        sink=options.sink,
+        tail=options.tail,
+        native=native,
+        earlier=held_spans(match, native),
+        untrusted=match.entry.translated_until,
+        fitted_tokens=match.link.config.fitted_tokens,
+    )
+    if not plan.count(SpanKind.TRANSLATED):
+        return plan
+    start, _ = plan.translated
+    if start - native > options.head_tokens:
+        why = next(s.reason for s in plan.spans if s.kind is SpanKind.RECOMPUTED)
+        raise Refused("head", f"the first {start} tokens can't be translated ({why}), more than {options.head_tokens}")
+    return plan
+
+
+def held_spans(match: Match, native: int) -> list[Span]:
+    """Return what the first `native` tokens are worth: they are of this hand-over, and as far as it can reach, translated."""
+    reach = min(native, match.reach)
+    spans = (
+        Span(0, reach, SpanKind.NATIVE, Provenance.TRANSLATED, EARLIER),
+        Span(reach, native, SpanKind.NATIVE, Provenance.OWN, EARLIER),
+    )
+    return [span for span in spans if len(span)]
+
+
+def alignment_tensor(match_alignment: Sequence[int]) -> torch.Tensor:
+    """Return an alignment as `assemble` wants it."""
+    return torch.tensor(match_alignment, dtype=torch.long)

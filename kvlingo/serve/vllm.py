@@ -1,0 +1,515 @@
+"""A translator inside vLLM, as a connector that vLLM loads by name (`kv_connector_module_path`).
+
+Knows vLLM 0.32: the order in which it calls a connector, its requests, blocks and layouts. The only module that imports it. What
+is kept, matched, translated and told is decided in `external/`.
+
+Three things that vLLM leaves to a connector are done here: a request that goes on from a kept cache gets a salt of its own
+before its first look into the prefix cache; keys are written by the backend's own cache update; and a load that fails is not
+tried again.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.request import RequestStatus
+
+from kvlingo.errors import BadInput, UnsupportedModel
+from kvlingo.serve.external.carrying import Target, head_range, read_checkpoint, side_of
+from kvlingo.serve.external.matching import Matcher, read_link
+from kvlingo.serve.external.options import Options, read_options
+from kvlingo.serve.external.scheduling import Arrival, Desk, Load, Orders
+from kvlingo.serve.external.stores import open_store
+from kvlingo.serve.external.versions import refuse_version
+from kvlingo.serve.external.working import Layers, Worker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+IDLE_SECONDS = 0.001
+MODEL_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+# --- what is refused before anything is served -----------------------------------------------------------------------
+
+
+def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise `BadInput` or `UnsupportedModel` for an engine in which a translation would be wrong or was never tried."""
+    refuse_version(vllm.__version__)
+    _check_options(config)
+    _check_model(config)
+    groups = kv_cache_config.kv_cache_groups
+    for group in groups:
+        if type(group.kv_cache_spec) not in (FullAttentionSpec, SlidingWindowSpec):
+            kind = type(group.kv_cache_spec).__name__.removesuffix("Spec")
+            raise UnsupportedModel(
+                f"{config.model_config.model} has layers with a cache of kind {kind}; it can't be used"
+            )
+    if len(groups) != 1:
+        raise BadInput(f"the engine keeps {len(groups)} kinds of blocks; pass --disable-hybrid-kv-cache-manager")
+
+
+def _check_options(config: VllmConfig) -> None:
+    transfer, parallel = config.kv_transfer_config, config.parallel_config
+    assert transfer is not None
+    if transfer.kv_load_failure_policy != "recompute":
+        raise BadInput(
+            'kv_load_failure_policy is "fail", vLLM\'s default: set it to "recompute" in --kv-transfer-config'
+        )
+    if config.cache_config.cache_dtype not in ("auto", str(config.model_config.dtype).removeprefix("torch.")):
+        raise BadInput(
+            f"the engine's cache is {config.cache_config.cache_dtype}; quantised caches are not supported yet"
+        )
+    if config.speculative_config is not None:
+        raise BadInput("speculative decoding keeps a cache of its own, which is not translated; switch it off")
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise BadInput(f"{name} is {getattr(parallel, name)}; the connector knows tensor parallelism only")
+
+
+def _check_model(config: VllmConfig) -> None:
+    model = config.model_config
+    if model.use_mla:
+        raise UnsupportedModel(f"{model.model} caches latents (MLA), not keys and values per head; it can't be used")
+    if model.is_hybrid or model.is_attention_free:
+        raise UnsupportedModel(f"{model.model} has recurrent layers, whose state can't be translated; it can't be used")
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def read_cpu(layer: Any, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Read whole blocks of the CPU backend: keys and values, [blocks, heads, slots, dim] each.
+
+    Each block and head is [2 slots, dim] to the kernels, keys first; inside, the order depends on the instruction set.
+    """
+    cache = layer.kv_cache[blocks]
+    count, heads, slots, width = cache.shape
+    dim = width // 2
+    keys, values = cache.reshape(count, heads, 2 * slots, dim).chunk(2, dim=2)
+    if layer.isa in ("vec", "vec16"):
+        return keys.reshape(count, heads, dim, slots).transpose(-1, -2), values
+    if layer.isa == "amx" and cache.dtype == torch.bfloat16:
+        keys = keys.reshape(count, heads, slots // 16, dim // 2, 16, 2).permute(0, 1, 2, 4, 3, 5)
+        values = values.reshape(count, heads, dim // 16, slots // 2, 16, 2).permute(0, 1, 3, 5, 2, 4)
+        return keys.reshape(count, heads, slots, dim), values.reshape(count, heads, slots, dim)
+    raise BadInput(f"the CPU backend keeps blocks for {layer.isa} in {cache.dtype}, which this version can't read")
+
+
+def read_split(layer: Any, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Read whole blocks of a backend that keeps a token's keys and values side by side: [blocks, heads, slots, dim] each."""
+    keys, values = layer.kv_cache[blocks].chunk(2, dim=-1)
+    return keys, values
+
+
+READERS: dict[str, Callable[[Any, Tensor], tuple[Tensor, Tensor]]] = {
+    "CPU_ATTN": read_cpu,
+    "FLASH_ATTN": read_split,
+    "TRITON_ATTN": read_split,
+    "FLEX_ATTENTION": read_split,
+}
+
+
+class VllmPages:
+    """The blocks of one rank, written by the backend itself and read by what is known of it.
+
+    Args:
+        layers: the attention layers that own keys and values, in the order of the model's geometry.
+        block_size: slots of a block as the scheduler counts them; a backend may cut it into several.
+    """
+
+    def __init__(self, layers: Sequence[Any], block_size: int) -> None:
+        self._layers, self._block_size = layers, block_size
+        self._names = [layer.attn_backend.get_name() for layer in layers]
+        for layer, name in zip(layers, self._names, strict=True):
+            if name not in READERS or not hasattr(layer.impl, "do_kv_cache_update"):
+                raise BadInput(f"the attention backend {name} is not known here; choose one of {', '.join(READERS)}")
+
+    @torch.inference_mode()
+    def write(self, layers: Iterable[tuple[Tensor, Tensor]], blocks: Sequence[int], start: int) -> None:
+        """See `working.Pages`."""
+        device = self._layers[0].kv_cache.device
+        with beside(device):
+            slots: Tensor | None = None
+            for layer, (keys, values) in zip(self._layers, layers, strict=True):
+                if slots is None:
+                    slots = self._slots(blocks, start, start + len(keys)).to(device)
+                keys, values = (x.to(device, layer.kv_cache.dtype) for x in (keys, values))
+                layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+
+    @torch.inference_mode()
+    def read(self, blocks: Sequence[int], tokens: int) -> Layers:
+        """See `working.Pages`."""
+        found: Layers = []
+        with beside(self._layers[0].kv_cache.device):
+            for layer, name in zip(self._layers, self._names, strict=True):
+                inner = layer.kv_cache.shape[2]
+                places = self._slots(blocks, 0, tokens)[::inner] // inner
+                pair = READERS[name](layer, places.to(layer.kv_cache.device))
+                found.append(tuple(_by_tokens(x, tokens) for x in pair))  # type: ignore[arg-type]
+        return found
+
+    def _slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
+        places = torch.arange(start, stop)
+        return torch.tensor(blocks)[places // self._block_size] * self._block_size + places % self._block_size
+
+    @torch.inference_mode()
+    def check(self, last_block: int) -> None:
+        """Write a pattern into a free block, read it back, and clear it. Raises `BadInput`."""
+        pattern: Layers = []
+        for index, layer in enumerate(self._layers):
+            heads, dim = layer.num_kv_heads, layer.head_size
+            size = self._block_size * heads * dim
+            unique = (torch.arange(2 * size) % 251 + index).to(layer.kv_cache.dtype)
+            pattern.append(tuple(x.reshape(self._block_size, heads, dim) for x in unique.chunk(2)))  # type: ignore[arg-type]
+        self.write(pattern, [last_block], 0)
+        found = self.read([last_block], self._block_size)
+        for index, (wrote, got) in enumerate(zip(pattern, found, strict=True)):
+            if not all(torch.equal(a, b) for a, b in zip(wrote, got, strict=True)):
+                raise BadInput(
+                    f"layer {index} ({self._names[index]}) gives back other keys and values than were written: this version "
+                    "keeps blocks in a way that is not known here; see kvlingo vllm-check"
+                )
+        zeros = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in pattern]
+        self.write(zeros, [last_block], 0)
+
+
+def _by_tokens(blocks: Tensor, tokens: int) -> Tensor:
+    """[blocks, heads, slots, dim] -> [tokens, heads, dim], a copy on the CPU."""
+    return blocks.transpose(1, 2).flatten(0, 1)[:tokens].to("cpu", copy=True).contiguous()
+
+
+def beside(device: torch.device) -> Any:
+    """Work on a stream of its own where there are streams; what was begun before is waited for, and so is what is begun here."""
+    return _Beside(device) if device.type == "cuda" else nullcontext()
+
+
+class _Beside:
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._inside = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> None:
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        self._inside.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inside.__exit__(*error)
+        self._stream.synchronize()
+
+
+# --- what the two halves tell each other -----------------------------------------------------------------------------
+
+
+@dataclass
+class Metadata(KVConnectorMetadata):
+    """From the scheduler to the workers, every step."""
+
+    orders: Orders = field(default_factory=Orders)
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """From the workers to the scheduler, where there is something to tell."""
+
+    failed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        """Put together what two ranks tell."""
+        assert isinstance(other, WorkerMetadata)
+        return WorkerMetadata(self.failed | other.failed, self.counts + other.counts)
+
+
+@dataclass
+class Stats(KVConnectorStats):
+    """Counts of one interval, by their names."""
+
+    def reset(self) -> None:
+        """Forget them."""
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another interval."""
+        return Stats(dict(Counter(self.data) + Counter(other.data)))
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return what is logged."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Tell whether there is nothing."""
+        return not self.data
+
+
+class Figures(KVConnectorPromMetrics):
+    """`vllm:kvlingo_total`, by what happened: requests by status and reason, tokens by kind, caches kept."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counter = self._counter_cls(
+            name="vllm:kvlingo",
+            documentation="KV-Lingo: what happened, and how often.",
+            labelnames=[*labelnames, "what"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add the counts of one interval."""
+        for what, count in transfer_stats_data.items():
+            self._counter.labels(*self.per_engine_labelvalues[engine_idx], what).inc(count)
+
+
+# --- the connector ---------------------------------------------------------------------------------------------------
+
+
+class KVLingoConnector(KVConnectorBase_V1):
+    """Both halves of the connector: `role` says which one this is. Workers load what the scheduler has matched."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_engine(vllm_config, kv_cache_config)
+        self._options = read_options(self._kv_transfer_config.kv_connector_extra_config)
+        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._num_blocks = kv_cache_config.num_blocks
+        self._keeps = bool(self._kv_transfer_config.is_kv_producer)
+        if role == KVConnectorRole.SCHEDULER:
+            self._desk = _desk(vllm_config, self._options, self._keeps)
+            self._told_counts = Counter[str]()
+        else:
+            self._worker: Worker | None = None
+            self._failed_blocks: set[int] = set()
+            self._news = WorkerMetadata()
+
+    # --- the scheduler's half ---
+
+    def on_new_request(self, request: Request) -> None:
+        """Take a request in, and give it a salt of its own before the prefix cache is looked into for it."""
+        lora = request.lora_request
+        arrival = Arrival(
+            id=request.request_id,
+            params=request.kv_transfer_params,
+            ids=tuple(request.prompt_token_ids or ()),
+            salt=request.cache_salt,
+            lora=lora.lora_name if lora is not None else None,
+            unusable=_unusable(request),
+        )
+        salt = self._desk.arrive(arrival)
+        if salt is not None:
+            _salt(request, salt)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens will be translated, and whether that takes longer than a step."""
+        tokens = self._desk.matched(request.request_id, num_computed_tokens)
+        read_again, salt = self._desk.salt_again(request.request_id)
+        if read_again:
+            _salt(request, salt)
+            return None, False  # what it found in the prefix cache was found under another salt: look again
+        return tokens, bool(tokens) and self._options.load_async
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Order the load that was promised."""
+        (ids,) = blocks.get_block_ids()
+        self._desk.allocated(request.request_id, ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Metadata:
+        """Hand over what has been ordered."""
+        if not scheduler_output.total_num_scheduled_tokens and self._desk.waiting():
+            time.sleep(IDLE_SECONDS)  # an engine that has nothing else to do asks without a pause
+        return Metadata(self._desk.orders())
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take in what workers tell."""
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, WorkerMetadata):
+            for request, (reason, why) in news.failed.items():
+                self._desk.failed(request, reason, why)
+            self._desk.tell(news.counts)
+        for request in connector_output.finished_recving or ():
+            self._desk.arrived(request)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Tell what the client is told, and whether the blocks are still to be read."""
+        held = min(request.num_computed_tokens, request.num_tokens - 1)  # the last token was said, not read
+        whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        return self._desk.finished(request.request_id, request.all_token_ids[: max(0, held)], block_ids, whole=whole)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what has been counted since this was asked last."""
+        if self._role != KVConnectorRole.SCHEDULER:
+            return None
+        new = self._desk.counts - self._told_counts
+        self._told_counts = Counter(self._desk.counts)
+        return Stats(dict(new)) if new else None
+
+    # --- the workers' half ---
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """Get to know the blocks, check that they are understood, and load the model's own part and the translators."""
+        config, options = self._vllm_config, self._options
+        with torch.inference_mode(False):
+            lm = read_checkpoint(config.model_config.model, config.model_config.dtype)
+            consumes = self._kv_transfer_config.is_kv_consumer and options.translators
+            target = Target(lm, [read_link(t, options) for t in options.translators]) if consumes else None
+            side = side_of(lm) if self._keeps else None
+        rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        pages = VllmPages(_layers(config, kv_caches, lm.geometry.cache_layers), self._block_size)
+        for layer, shape in zip(pages._layers, lm.geometry.layers, strict=True):
+            mine = head_range(shape.kv_heads, rank, world)
+            if (layer.num_kv_heads, layer.head_size) != (mine.stop - mine.start, shape.key_dim):
+                raise UnsupportedModel(
+                    f"{lm.name} has other heads in the engine than in its checkpoint; it can't be used"
+                )
+        pages.check(self._num_blocks - 1)
+        store = open_store(options.store, options.max_bytes)
+        self._worker = Worker(store, options, pages, target, side, rank=rank, world=world)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Begin with what was ordered; without asynchronous loading, wait for the loads."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Metadata)
+        assert self._worker is not None
+        orders = metadata.orders
+        if not self._options.load_async:
+            for load in orders.loads:
+                self._load_now(load)
+            orders.loads = []
+        self._worker.start(orders)
+
+    def _load_now(self, load: Load) -> None:
+        assert self._worker is not None
+        failed = self._worker.load_now(load)
+        if failed is not None:
+            # All of them: what an earlier request of this hand-over has left there is a translation too.
+            _, stop = load.carry.plan.translated
+            self._failed_blocks |= set(load.blocks[: (stop - 1) // self._block_size + 1])
+            self._news.failed[load.request] = failed
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Tell which requests' loads and copies have ended, and which loads have failed."""
+        assert self._worker is not None
+        told = self._worker.told()
+        self._news.failed |= told.failed
+        self._news.counts += told.counts
+        return KVConnectorTransferResults(
+            finished_sending=told.sent, finished_recving=told.received, failed_recving=set(told.failed)
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks whose loads within a step have failed."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Tell why loads have failed."""
+        news, self._news = self._news, WorkerMetadata()
+        return news if news.failed or news.counts else None
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded layer by layer."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is kept before a request has ended."""
+
+    def wait_for_save(self) -> None:
+        """Copies go on beside the engine; their blocks are not free until they have ended."""
+
+    # --- figures ---
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Return counts as they were sent."""
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """Return the figures for /metrics."""
+        return Figures(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _desk(config: VllmConfig, options: Options, keeps: bool) -> Desk:
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    matcher = None
+    if transfer.is_kv_consumer and options.translators:
+        links = [read_link(folder, options) for folder in options.translators]
+        store = open_store(options.store, options.max_bytes)
+        matcher = Matcher(store, links, options, config.model_config.tokenizer or config.model_config.model)
+    elif not keeps:
+        raise BadInput("kv_role is kv_consumer and no translators are given; name the folders that kvlingo fit wrote")
+    return Desk(matcher, options, saves=keeps)
+
+
+def _salt(request: Request, salt: str | None) -> None:
+    """Give a request another salt; its blocks' hashes begin with it, so they are made anew."""
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def _unusable(request: Request) -> str | None:
+    """Say why nothing of a request can be kept or translated, or None."""
+    if request.mm_features or request.prompt_embeds is not None or not request.prompt_token_ids:
+        return "its prompt is not made of tokens alone"
+    if request.resumable:
+        return "its prompt comes in pieces"
+    if request.pooling_params is not None:
+        return "it asks for no text"
+    if request.skip_reading_prefix_cache:
+        return "it asks for what only reading the whole prompt gives (logprobs of the prompt)"
+    return None
+
+
+def _layers(config: VllmConfig, kv_caches: dict[str, Tensor], wanted: Sequence[int]) -> list[Any]:
+    """Return the attention layers that own keys and values, in the model's order. Raises `UnsupportedModel`."""
+    found: dict[int, Any] = {}
+    context = config.compilation_config.static_forward_context
+    for name in kv_caches:
+        numbered = MODEL_LAYER.search(name)
+        layer = context.get(name)
+        if numbered is None or layer is None or getattr(layer, "kv_sharing_target_layer_name", None):
+            continue
+        if int(numbered[1]) in found:
+            raise UnsupportedModel(f"two caches belong to layer {numbered[1]} ({name}); this model can't be used")
+        found[int(numbered[1])] = layer
+    if sorted(found) != sorted(wanted):
+        raise UnsupportedModel(
+            f"the engine keeps keys in layers {sorted(found)}, the checkpoint in {sorted(wanted)}; it can't be used"
+        )
+    return [found[index] for index in wanted]

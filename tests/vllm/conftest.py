@@ -1,0 +1,206 @@
+"""Real vLLM servers for the tests in this folder, each started when the first test asks for it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvlingo.errors import KVLingoError
+from kvlingo.serve.external.entries import Entry, describe, new_id, parse
+from kvlingo.serve.external.servers import Server, start_server, transfer_of
+from kvlingo.serve.external.stores import FolderStore
+from kvlingo.serve.external.twins import make_twins
+from kvlingo.serve.external.versions import installed, refuse_version
+from kvlingo.store import load_translator, save_translator
+
+HERE = Path(__file__).parent
+STRANGER = "f" * 64  # the fingerprint of a source that does not exist: its translator is wrong, so what leaks is seen
+LOOKUP_SECONDS, LOAD_SECONDS = 5.0, 4.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    try:
+        refuse_version(installed())
+        return
+    except KVLingoError as error:
+        skip = pytest.mark.skip(reason=f"{error} (make test-vllm runs these)")
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(skip)
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for something that happens beside the test."""
+    until = time.monotonic() + seconds
+    while not true() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert true()
+
+
+def write_stranger(made: Path) -> None:
+    """Write the wrong translator under the name of a source of its own."""
+    translator, manifest = load_translator(made / "wrong")
+    stranger = replace(manifest, source=replace(manifest.source, fingerprint=STRANGER))
+    save_translator(made / "stranger", translator, stranger)
+
+
+@dataclass
+class Fleet:
+    """All servers of a test run, by name."""
+
+    place: Path
+    running: dict[str, Server] = field(default_factory=dict)
+
+    @property
+    def store(self) -> FolderStore:
+        """Return the store that all share."""
+        return FolderStore(self.place / "store", 1 << 30)
+
+    @property
+    def faults(self) -> Path:
+        """Return the file that says what is wrong with the store of the servers `source` and `target`."""
+        return self.place / "faults.json"
+
+    def options(self, made: str | None = None, **more: Any) -> dict[str, Any]:
+        """Return a connector's options; with `made`, for the target of these twins."""
+        usual = {"store": str(self.place / "store"), "lookup_seconds": LOOKUP_SECONDS, "load_seconds": LOAD_SECONDS}
+        links = [str(self.place / made / name) for name in ("translator", "stranger")] if made else []
+        return {**usual, "translators": links, **more}
+
+    def get(self, name: str) -> Server:
+        """Return a server by its name; start it where it does not run."""
+        if name not in self.running:
+            self.begin(name)
+        return self.running[name].wait_until_up()
+
+    def begin(self, name: str) -> None:
+        """Start a server and don't wait for it."""
+        if name not in self.running:
+            self.running[name] = getattr(self, f"_{name}")(self.place / f"{name}.log")
+
+    def end(self, name: str) -> None:
+        """Stop a server; the next `get` starts another one."""
+        self.running.pop(name).stop()
+
+    def _faulty(self, model: Path, log: Path, options: dict[str, Any]) -> Server:
+        environment = {"KVLINGO_TEST_FAULTS": str(self.faults)}
+        return start_server(model, log, options, module="tests.vllm.faulty", environment=environment)
+
+    def _source(self, log: Path) -> Server:
+        return self._faulty(self.place / "twins" / "source", log, self.options())
+
+    def _target(self, log: Path) -> Server:
+        return self._faulty(self.place / "twins" / "target", log, self.options("twins"))
+
+    def _sync(self, log: Path) -> Server:
+        """Loading within a step, and prompts read in pieces."""
+        return start_server(
+            self.place / "twins" / "target",
+            log,
+            self.options("twins", load_async=False),
+            arguments=["--max-num-batched-tokens", "256", "--enable-chunked-prefill"],
+        )
+
+    def _multi(self, log: Path) -> Server:
+        """With a child beside ours that keeps blocks by their hashes, and so few blocks that it is asked."""
+        ours = transfer_of(self.options("twins"))
+        child = {
+            "kv_connector": "HashedConnector",
+            "kv_connector_module_path": "tests.vllm.hashed",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+        }
+        both = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": [ours, child]},
+        }
+        return start_server(
+            self.place / "twins" / "target",
+            log,
+            None,
+            transfer=both,
+            arguments=["--num-gpu-blocks-override", "12", "--max-model-len", "1024"],
+        )
+
+    def _few(self, log: Path) -> Server:
+        """Another tokenizer, and so few blocks that requests push each other out."""
+        return start_server(
+            self.place / "others" / "target",
+            log,
+            self.options("others", source_tokenizers=[str(self.place / "others" / "source")]),
+            arguments=["--num-gpu-blocks-override", "14", "--max-model-len", "1024"],
+        )
+
+    def _source16(self, log: Path) -> Server:
+        return start_server(self.place / "twins16" / "source", log, self.options(), dtype="bfloat16")
+
+    def _target16(self, log: Path) -> Server:
+        return start_server(self.place / "twins16" / "target", log, self.options("twins16"), dtype="bfloat16")
+
+    def _two_ranks(self, made: str, log: Path, options: dict[str, Any]) -> Server:
+        return start_server(
+            self.place / "twins" / made,
+            log,
+            options,
+            arguments=["--tensor-parallel-size", "2"],
+        )
+
+    def _source_of_two(self, log: Path) -> Server:
+        return self._two_ranks("source", log, self.options())
+
+    def _target_of_two(self, log: Path) -> Server:
+        return self._two_ranks("target", log, self.options("twins"))
+
+    def _producer(self, log: Path) -> Server:
+        """One that will be killed."""
+        return self._source(log)
+
+    def set_faults(self, **faults: Any) -> None:
+        """Say what is wrong with the store from now on; nothing by default."""
+        self.faults.write_text(json.dumps(faults))
+
+    def relabel(self, key: str, change: Callable[[Entry], Entry]) -> str:
+        """Keep a copy of a kept cache under a new id, with something else said of it."""
+        wait_until(lambda: bool(self.store.manifests(key)))  # its client has the id before the cache is put away
+        entry, data, new = parse(self.store.manifests(key)[0], key), self.store.data(key, 0), new_id()
+        entry = replace(change(entry), id=new)
+        self.store.put(new, 0, describe(entry), data, max(entry.expires, entry.created + 600))
+        return new
+
+    def as_strangers(self, key: str) -> str:
+        """Return the same cache as one that only the wrong translator reads."""
+        return self.relabel(key, lambda entry: replace(entry, fingerprint=STRANGER))
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    place = tmp_path_factory.mktemp("vllm")
+    make_twins(place / "twins")
+    make_twins(place / "others", other_ids=True)
+    make_twins(place / "twins16", dtype="bfloat16")
+    for name in ("twins", "others", "twins16"):
+        write_stranger(place / name)
+    fleet = Fleet(place)
+    try:
+        for name in ("source", "target"):  # nearly every test needs these; they start side by side
+            fleet.begin(name)
+        yield fleet
+    finally:
+        for name in list(fleet.running):
+            fleet.end(name)
+
+
+@pytest.fixture(autouse=True)
+def _no_faults(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "fleet" in request.fixturenames:
+        request.getfixturevalue("fleet").set_faults()

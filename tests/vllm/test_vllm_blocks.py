@@ -1,0 +1,173 @@
+"""The inside of blocks, by vLLM's own kernels; and what is refused by name before anything is served."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvlingo.errors import BadInput, UnsupportedModel
+
+HEADS, BLOCKS, SLOTS = 2, 6, 64
+
+
+@pytest.fixture(scope="module")
+def connector() -> Iterator[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's imports warn of this and that
+        yield importlib.import_module("kvlingo.serve.vllm")
+
+
+def layer_of(isa: str, dtype: torch.dtype, dim: int) -> Any:
+    """Return what the connector sees of an attention layer, with vLLM's own update of its cache."""
+    backend = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
+    importlib.import_module("vllm.platforms").current_platform.import_kernels()
+    impl = object.__new__(backend.CPUAttentionBackendImpl)  # its constructor wants a whole engine's configuration
+    impl.attn_type, impl.kv_cache_dtype = "decoder", "auto"
+    return SimpleNamespace(
+        attn_backend=backend.CPUAttentionBackend,
+        impl=impl,
+        isa=isa,
+        kv_cache=torch.zeros(BLOCKS, HEADS, SLOTS, 2 * dim, dtype=dtype),
+        num_kv_heads=HEADS,
+        head_size=dim,
+        _k_scale_float=1.0,
+        _v_scale_float=1.0,
+    )
+
+
+KINDS = [
+    ("vec", torch.float32, 32),
+    ("vec", torch.bfloat16, 64),
+    ("vec16", torch.float32, 80),
+    ("amx", torch.bfloat16, 64),
+]
+
+
+def needs_amx(isa: str) -> None:
+    if isa == "amx" and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this processor has no AMX tiles")
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+@pytest.mark.parametrize(("isa", "dtype", "dim"), KINDS)
+def test_what_is_written_is_read(connector: Any, isa: str, dtype: torch.dtype, dim: int, cut: int) -> None:
+    """Tokens over several blocks in no order; also where the scheduler's blocks are several of the backend's."""
+    needs_amx(isa)
+    layer = layer_of(isa, dtype, dim)
+    pages = connector.VllmPages([layer], cut * SLOTS)
+    tokens, start = 2 * cut * SLOTS - 5, 3
+    keys, values = (torch.randn(tokens, HEADS, dim).to(dtype) for _ in "kv")
+    pages.write([(keys, values)], [2, 0], start)
+    ((got_keys, got_values),) = pages.read([2, 0], start + tokens)
+    assert torch.equal(got_keys[start:], keys)
+    assert torch.equal(got_values[start:], values)
+    assert not got_keys[:start].any()
+    assert not layer.kv_cache[cut : 2 * cut].any(), "another block was written"
+
+
+@pytest.mark.parametrize(("isa", "dtype", "dim"), KINDS)
+def test_the_check_at_the_start_passes_and_leaves_nothing(
+    connector: Any, isa: str, dtype: torch.dtype, dim: int
+) -> None:
+    needs_amx(isa)
+    layer = layer_of(isa, dtype, dim)
+    connector.VllmPages([layer], SLOTS).check(BLOCKS - 1)
+    assert not layer.kv_cache.any()
+
+
+@pytest.mark.parametrize("reader", ["read_split", "swapped", "untransposed"])
+def test_the_check_sees_a_layout_that_is_not_known(
+    connector: Any, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    def swapped(layer: Any, blocks: torch.Tensor) -> Any:
+        return connector.read_cpu(layer, blocks)[::-1]
+
+    def untransposed(layer: Any, blocks: torch.Tensor) -> Any:
+        keys, values = connector.read_cpu(layer, blocks)
+        return keys.transpose(-1, -2).reshape(keys.shape), values
+
+    wrong = {"read_split": connector.read_split, "swapped": swapped, "untransposed": untransposed}[reader]
+    monkeypatch.setitem(connector.READERS, "CPU_ATTN", wrong)
+    pages = connector.VllmPages([layer_of("vec", torch.float32, 32)], SLOTS)
+    with pytest.raises(BadInput, match="other keys and values than were written"):
+        pages.check(BLOCKS - 1)
+
+
+def test_a_backend_that_is_not_known_is_refused(connector: Any) -> None:
+    layer = layer_of("vec", torch.float32, 32)
+    layer.attn_backend = SimpleNamespace(get_name=lambda: "TURBO")
+    with pytest.raises(BadInput, match="TURBO is not known"):
+        connector.VllmPages([layer], SLOTS)
+
+
+# --- refused by name ---------------------------------------------------------------------------------------------------
+
+
+def config_of(**changes: Any) -> Any:
+    """Return what the connector looks at of an engine's configuration; a good one but for the changes."""
+    model = {
+        "model": "some-model",
+        "use_mla": False,
+        "is_hybrid": False,
+        "is_attention_free": False,
+        "dtype": torch.float32,
+    }
+    parts = {
+        "kv_transfer_config": {"kv_load_failure_policy": "recompute"},
+        "cache_config": {"cache_dtype": "auto"},
+        "parallel_config": {"pipeline_parallel_size": 1},
+        "model_config": model,
+    }
+    for name, value in changes.items():
+        for part in parts.values():
+            if name in part:
+                part[name] = value
+    config = SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()})
+    config.speculative_config = changes.get("speculative_config")
+    return config
+
+
+def groups_of(connector: Any, *kinds: str) -> Any:
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
+    made = [getattr(interface, kind).__new__(getattr(interface, kind)) for kind in kinds]
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in made])
+
+
+def test_a_good_engine_is_taken(connector: Any) -> None:
+    connector.check_engine(config_of(), groups_of(connector, "FullAttentionSpec"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"use_mla": True}, "some-model caches latents"),
+        ({"is_hybrid": True}, "some-model has recurrent layers"),
+        ({"is_attention_free": True}, "some-model has recurrent layers"),
+        ({"kv_load_failure_policy": "fail"}, "recompute"),
+        ({"cache_dtype": "fp8"}, "fp8"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({"speculative_config": object()}, "speculative"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(connector: Any, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises((BadInput, UnsupportedModel), match=said):
+        connector.check_engine(config_of(**changes), groups_of(connector, "FullAttentionSpec"))
+
+
+@pytest.mark.parametrize("kinds", [("MLAAttentionSpec",), ("MambaSpec",), ("FullAttentionSpec", "SlidingWindowSpec")])
+def test_blocks_of_other_kinds_are_refused(connector: Any, kinds: tuple[str, ...]) -> None:
+    with pytest.raises((BadInput, UnsupportedModel), match="kind"):
+        connector.check_engine(config_of(), groups_of(connector, *kinds))
+
+
+@pytest.mark.parametrize("version", ["0.16.0", "0.33.0", "0.320.0", "1.0"])
+def test_other_versions_are_refused(connector: Any, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(connector.vllm, "__version__", version)
+    with pytest.raises(UnsupportedModel, match=f"vLLM {version} is installed"):
+        connector.check_engine(config_of(), groups_of(connector, "FullAttentionSpec"))
