@@ -21,7 +21,8 @@ ORDER = re.findall(
     texts stats ridge features maps folding translator corpus metrics handoff generation
     mlx_library mlx_rotation mlx_models mlx_caches mlx_maps mlx timing calibration arms
     shapes public_shapes collecting judging fitting whitening objective distillation environment report evaluation manifest
-    readme store workplace assets plots progress facts jobs trials benchmark mlx_bench interchange sheets demo cli
+    readme store workplace assets plots progress facts jobs trials benchmark mlx_bench mapper_files interchange
+    sheets demo cli
     """,
 )
 
