@@ -41,13 +41,13 @@ from kvlingo.mlx import (
     check_models,
     full_prompt_cache,
     hand_off,
-    hoisted,
     load,
     native_prompt_cache,
     read,
     wrap,
 )
 from kvlingo.mlx import core as mx
+from kvlingo.mlx_models import hoisted
 from kvlingo.plan import reprefill_plan
 from kvlingo.public_shapes import MapShape, random_translator, shape_config
 from kvlingo.reading import Reading

@@ -18,11 +18,11 @@ ORDER = re.findall(
     """
     errors files gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck
     fingerprints language_model models outline batches anchors recompute pairing plan cost forecast traffic
-    texts stats ridge features maps folding translator corpus metrics trust confidence signs handoff generation mlx
-    timing calibration arms
+    texts stats ridge features maps folding translator corpus metrics trust confidence signs handoff generation
+    mlx_library mlx_rotation mlx_models mlx_caches mlx_maps mlx timing calibration arms
     shapes public_shapes collecting judging fitting whitening objective distillation environment report evaluation quantised
     frontier reliability drift questions manifest readme store workplace assets plots progress facts jobs trials benchmark
-    mlx_bench interchange sheets demo cli
+    mlx_bench mapper_files interchange sheets demo cli
     """,
 )
 
@@ -58,7 +58,7 @@ MAY_IMPORT_FASTAPI = {"gateway"}
 MAY_IMPORT_SKLEARN = {"learning"}
 
 # These are extras too.
-EXTRAS = {"llguidance": "forms", "opentelemetry": "tracing"}
+EXTRAS = {"llguidance": "forms", "opentelemetry": "tracing", "mlx": "mlx_library", "mlx_lm": "mlx_library"}
 
 # Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen
 # through these. The last one makes models from configs, with random weights, to be timed.
@@ -223,7 +223,7 @@ def test_scikit_learn_sits_in_one_module(source: Path) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
-def test_an_extra_of_the_gateway_sits_in_one_module(source: Path) -> None:
+def test_an_extra_sits_in_one_module(source: Path) -> None:
     tree = tree_of(source)
     at_top, names = ({name.split(".")[0] for name in imported(nodes)} for nodes in (iter(tree.body), at_run_time(tree)))
     assert not at_top & set(EXTRAS), "import it where it is used: it is an extra"

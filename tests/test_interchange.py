@@ -16,15 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvlingo import cli, files, interchange
+from kvlingo import cli, files
 from kvlingo.cache import KV
 from kvlingo.errors import BadArtifact, BadInput, IncompatiblePair
 from kvlingo.geometry import Geometry, LayerGeometry, LayerRope
 from kvlingo.handoff import hand_off
-from kvlingo.interchange import Naming, export_folder, import_folder, mapper_tensors, read_mapper, translator_of
+from kvlingo.interchange import Naming, export_folder, import_folder, mapper_tensors, translator_of
 from kvlingo.jobs import Where
 from kvlingo.language_model import read
 from kvlingo.manifest import Manifest, ModelCard
+from kvlingo.mapper_files import MAPPER_FILES, read_mapper
 from kvlingo.models import load_model
 from kvlingo.store import load_translator, save_translator
 from kvlingo.translator import LayerMap, Translator, TranslatorConfig
@@ -163,8 +164,8 @@ def test_the_manifest_is_the_format_s(mapper: Path) -> None:
         for part, shape in (("W", (32, 16)), ("b", (16,)))
     }
     sums = dict(reversed(line.split()) for line in (mapper / "SHA256SUMS").read_text().splitlines())
-    assert sums == {name: hashlib.sha256((mapper / name).read_bytes()).hexdigest() for name in interchange.MAPPER_FILES}
-    assert {x.name for x in mapper.iterdir()} == {*interchange.MAPPER_FILES, "SHA256SUMS"}
+    assert sums == {name: hashlib.sha256((mapper / name).read_bytes()).hexdigest() for name in MAPPER_FILES}
+    assert {x.name for x in mapper.iterdir()} == {*MAPPER_FILES, "SHA256SUMS"}
 
 
 def test_a_layer_that_reads_fewer_is_filled_with_zeros(tmp_path: Path) -> None:
@@ -276,7 +277,7 @@ def test_a_mapper_comes_back_to_the_bit(mapper: Path) -> None:
 
 
 def resum(place: Path) -> None:
-    names = interchange.MAPPER_FILES
+    names = MAPPER_FILES
     sums = [f"{hashlib.sha256((place / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
     (place / "SHA256SUMS").write_text("".join(sums))
 

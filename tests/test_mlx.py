@@ -28,7 +28,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 
-from kvlingo import cli, mlx, mlx_bench
+from kvlingo import cli, mlx, mlx_bench, mlx_caches, mlx_models, mlx_rotation
 from kvlingo.alignment import align
 from kvlingo.assets import fetch_demo_models
 from kvlingo.cache import KV, read_cache
@@ -124,15 +124,15 @@ def test_the_scale_of_embeddings_is_asked_of_the_family(load: Any) -> None:
     ],
 )
 def test_the_order_of_layers_is_put_as_mlx_lm_wants_it(layer_types: list[str] | None, every: int | None) -> None:
-    assert mlx.pattern_of(layer_types) == every
+    assert mlx_models.pattern_of(layer_types) == every
 
 
 def test_keys_that_follow_no_rotation_are_refused(load: Any) -> None:
     lm = load("llama").mlx
     keys = {0: mx.ones((1, 2, 1, 8)), 1: mx.ones((1, 2, 1, 8))}
-    mlx.refuse_other_rotation(None, 0, "x", keys)
+    mlx_rotation.refuse_other_rotation(None, 0, "x", keys)
     with pytest.raises(UnsupportedModel, match="do not follow its rotary module"):
-        mlx.refuse_other_rotation(lm.rotations[0], 0, "x", keys)
+        mlx_rotation.refuse_other_rotation(lm.rotations[0], 0, "x", keys)
 
 
 def test_no_model_is_one_line(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def in_mlx(state: ModelState) -> ModelState:
     caches = []
     for layer in state.cache.layers:
         cache = KVCache()
-        mlx.fill(cache, mx.array(layer.keys.numpy()), mx.array(layer.values.numpy()), layer.keys.shape[2])
+        mlx_caches.fill(cache, mx.array(layer.keys.numpy()), mx.array(layer.values.numpy()), layer.keys.shape[2])
         caches.append(cache)
     return replace(state, cache=caches)
 
@@ -288,8 +288,8 @@ def test_a_wrong_map_is_seen(load: Any, monkeypatch: pytest.MonkeyPatch) -> None
     source, target = load("llama-theta"), load("gemma3")
     maps = between(source, target, KINDS["linear-text-lags"])
     text = tiny.text_of_tokens(40)
-    table = mlx.Rotation.table
-    monkeypatch.setattr(mlx.Rotation, "table", lambda self, first, n, width: table(self, first + 1, n, width))
+    table = mlx_rotation.Rotation.table
+    monkeypatch.setattr(mlx_rotation.Rotation, "table", lambda self, first, n, width: table(self, first + 1, n, width))
     assert max(differences(source, target, maps, text)) > 1e-2
 
 
@@ -344,12 +344,12 @@ def test_a_cache_that_dropped_its_middle_is_refused(load: Any) -> None:
     cache = [RotatingKVCache(max_size=16, keep=4) for _ in both.mlx.geometry.layers]
     mlx.read(both.mlx, ids, cache, chunk=1)
     with pytest.raises(UnsupportedCache, match="dropped tokens from its middle"):
-        mlx.held_by(cache[0], 0)
+        mlx_caches.held_by(cache[0], 0)
     short = [RotatingKVCache(max_size=64, keep=4) for _ in both.mlx.geometry.layers]
     mlx.read(both.mlx, ids, short, chunk=1)
     whole = mlx.full_prompt_cache(both.mlx)
     mlx.read(both.mlx, ids, whole)
-    assert gap(mlx.held_by(short[1], 1).keys, mlx.held_by(whole[1], 1).keys) < 1e-5
+    assert gap(mlx_caches.held_by(short[1], 1).keys, mlx_caches.held_by(whole[1], 1).keys) < 1e-5
 
 
 def test_a_rotating_cache_is_read_in_order(load: Any) -> None:
@@ -359,9 +359,9 @@ def test_a_rotating_cache_is_read_in_order(load: Any) -> None:
     mlx.read(both.mlx, ids, whole)
     mlx.read(both.mlx, ids[:21], native)
     mlx.read(both.mlx, ids[21:], native, chunk=1)
-    held = mlx.held_by(native[0], 0)
+    held = mlx_caches.held_by(native[0], 0)
     assert held.lost == 26 - 8
-    assert gap(held.keys, mlx.held_by(whole[0], 0).keys[:, :, -8:]) < 1e-4
+    assert gap(held.keys, mlx_caches.held_by(whole[0], 0).keys[:, :, -8:]) < 1e-4
 
 
 @pytest.mark.parametrize("tokens", [8, 9, 20])
@@ -369,11 +369,11 @@ def test_a_filler_is_never_read_as_a_token(load: Any, tokens: int) -> None:
     both = load("gemma3")
     keys = 1 + mx.arange(tokens * 32).reshape(1, 2, tokens, 16).astype(mx.float32)
     cache = mlx.native_prompt_cache(both.mlx)[0]
-    mlx.fill(cache, keys, keys, tokens)
-    held = mlx.held_by(cache, 0)
+    mlx_caches.fill(cache, keys, keys, tokens)
+    held = mlx_caches.held_by(cache, 0)
     assert gap(held.keys, keys[:, :, -7:]) == 0.0
     cache.update_and_fetch(-keys[:, :, :1], -keys[:, :, :1])
-    held = mlx.held_by(cache, 0)
+    held = mlx_caches.held_by(cache, 0)
     assert gap(held.keys, mx.concatenate((keys[:, :, -7:], -keys[:, :, :1]), axis=2)) == 0.0
     assert held.tokens == tokens + 1
 
