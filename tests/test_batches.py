@@ -241,12 +241,12 @@ def test_fit_statistics_of_padded_batches_equal_the_rows_alone(monkeypatch: pyte
         for lm, sides in ((source, [e.source for e in found]), (target, [e.target for e in found]))
         for side, kv in zip(sides, read_batch(lm, [lm.ids(s.ids) for s in sides]), strict=True)
     }
-    monkeypatch.setattr(collecting_module, "read", lambda lm, ids: kept[id(lm), tuple(ids.tolist())])
+    monkeypatch.setattr(collecting_module, "read_padded", lambda lm, ids: kept[id(lm), tuple(ids.tolist())])
     for example in found:
         batched.add(collector.blocks(example))
     assert batched.tokens == alone.tokens
     assert_same_sums(batched, alone)
-    monkeypatch.setattr(collecting_module, "read", lambda lm, ids: late(kept[id(lm), tuple(ids.tolist())]))
+    monkeypatch.setattr(collecting_module, "read_padded", lambda lm, ids: late(kept[id(lm), tuple(ids.tolist())]))
     for example in found:
         spoiled.add(collector.blocks(example))
     with pytest.raises(AssertionError):
