@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -498,6 +499,8 @@ def test_what_only_pytorch_times_is_refused(options: dict[str, Any], words: str)
 
 @pytest.fixture(scope="module", params=["smollm2-135m-instruct", "gemma-3-270m"])
 def real(request: pytest.FixtureRequest) -> SimpleNamespace:
+    if sys.platform != "darwin" and not os.environ.get("KVLINGO_REAL_MLX"):
+        pytest.skip("MLX multiplies slowly without a Mac's GPU (about 20 minutes); set KVLINGO_REAL_MLX=1 to run")
     folder = Path(os.environ.get("KVLINGO_REAL_MODELS", "")) / request.param
     if not (folder / "config.json").is_file():
         try:
