@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -513,3 +514,13 @@ def _layers(config: VllmConfig, kv_caches: dict[str, Tensor], wanted: Sequence[i
             f"the engine keeps keys in layers {sorted(found)}, the checkpoint in {sorted(wanted)}; it can't be used"
         )
     return [found[index] for index in wanted]
+
+
+def register() -> None:
+    """Make the connector known to vLLM by its name, in each of its processes (entry point `vllm.general_plugins`).
+
+    With a module path in its options an engine finds it without; but beside other connectors the server's own process asks for
+    every child by name, and failed at the first request.
+    """
+    if KVLingoConnector.__name__ not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(KVLingoConnector.__name__, __name__, KVLingoConnector.__name__)
