@@ -14,6 +14,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.corpora import held_out_and_training
 from bench.quality import finish, made, models, tell
@@ -28,6 +29,8 @@ from kvlingo.texts import Document
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 LENGTHS = (192, 512, 1024)
 ASKED = "\n\nThe secret code is"
+
+Pair = tuple[LanguageModel, LanguageModel]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -74,31 +77,37 @@ def hide_code(document: Document, target: LanguageModel, length: int, depth: flo
     return Question(f"{length} tokens, depth {depth:g}", document.cluster, text + ASKED, (f" {code}",))
 
 
-def main() -> None:
-    """Ask all codes of all arms."""
-    arguments = parse()
-    source, target = models(arguments, "float32")
+def ask_all(arguments: argparse.Namespace, questions: Sequence[Question], pair: Pair, what: str) -> dict[str, Any]:
+    """Ask questions of all arms and show their table; return what every such record holds."""
+    source, target = pair
     translator, controls = made(arguments.work)
-    documents = held_out_and_training(arguments.cache / "corpora").held_out
-    lengths = tuple(map(int, arguments.lengths.split(",")))
-    questions = hide_codes(documents, target, lengths, arguments.codes, arguments.seed)
     arms = Arms(source, target, translator, controls, EvaluationOptions(tail=arguments.tail, seed=arguments.seed))
     only = {*arms.translators, "tail_only", "no_context"}
     asked = []
     for number, question in enumerate(questions):
         each = ask(arms, question, only)
         asked += [each] if each is not None else []
-        tell("asking for codes", number + 1, len(questions))
+        tell(what, number + 1, len(questions))
     summary = summarise(asked, seed=arguments.seed)
     for line in table(summary):
         print(line, file=sys.stderr)
-    record = {
+    return {
         "pair": {"source": source.name, "target": target.name},
-        "options": {"lengths": lengths, "depths": DEPTHS, "codes": arguments.codes, "tail": arguments.tail},
         "left_out": len(questions) - len(asked),
         **summary,
         "environment": environment_card(),
     }
+
+
+def main() -> None:
+    """Ask all codes of all arms."""
+    arguments = parse()
+    pair = models(arguments, "float32")
+    documents = held_out_and_training(arguments.cache / "corpora").held_out
+    lengths = tuple(map(int, arguments.lengths.split(",")))
+    questions = hide_codes(documents, pair[1], lengths, arguments.codes, arguments.seed)
+    options = {"lengths": lengths, "depths": DEPTHS, "codes": arguments.codes, "tail": arguments.tail}
+    record = {**ask_all(arguments, questions, pair, "asking for codes"), "options": options}
     finish(arguments, json.loads(json.dumps(record, allow_nan=False)))
 
 

@@ -13,18 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.quality import finish, made, models, tell
-from kvlingo.environment import environment_card
+from bench.passkey import ask_all
+from bench.quality import finish, models
 from kvlingo.errors import BadInput
-from kvlingo.evaluation import Arms, EvaluationOptions
 from kvlingo.models import default_cache_dir
-from kvlingo.questions import Question, ask, summarise, table
+from kvlingo.questions import Question
 
 MOST_CHOICES = 6
 
@@ -120,25 +118,8 @@ def main() -> None:
     """Ask all questions of all arms."""
     arguments = parse()
     questions = load_questions(arguments)
-    source, target = models(arguments, "float32")
-    translator, controls = made(arguments.work)
-    arms = Arms(source, target, translator, controls, EvaluationOptions(tail=arguments.tail, seed=arguments.seed))
-    only = {*arms.translators, "tail_only", "no_context"}
-    asked = []
-    for number, question in enumerate(questions):
-        each = ask(arms, question, only)
-        asked += [each] if each is not None else []
-        tell("asking questions", number + 1, len(questions))
-    summary = summarise(asked, seed=arguments.seed)
-    for line in table(summary):
-        print(line, file=sys.stderr)
-    record = {
-        "pair": {"source": source.name, "target": target.name},
-        "options": {name: getattr(arguments, name) for name in ("items", "shots", "tail", "seed")},
-        "left_out": len(questions) - len(asked),
-        **summary,
-        "environment": environment_card(),
-    }
+    options = {name: getattr(arguments, name) for name in ("items", "shots", "tail", "seed")}
+    record = {**ask_all(arguments, questions, models(arguments, "float32"), "asking questions"), "options": options}
     finish(arguments, json.loads(json.dumps(record, allow_nan=False)))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -379,11 +380,11 @@ class _Crossing:
     alignment: Tensor
     anchors: Anchors | None
 
-    @property
+    @cached_property
     def ids(self) -> Tensor:
         return self.target.ids(self.reading.ids)
 
-    @property
+    @cached_property
     def native(self) -> int:
         return common_prefix(self.target_state, self.reading)
 
