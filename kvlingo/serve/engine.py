@@ -44,7 +44,8 @@ from kvlingo.serve.relay import Relay, Tell, heard
 from kvlingo.serve.sampling import Speech, check
 from kvlingo.serve.sessions import Sessions
 from kvlingo.serve.shelf import Shelf
-from kvlingo.serve.switching import Link, Prompt, Rule, Side, Switch, prompt_of
+from kvlingo.serve.switching import PART_TOKENS, Link, Prompt, Rule, Side, Switch, prompt_of
+from kvlingo.steps import Steps
 from kvlingo.translator import check_geometry
 
 POLL_S = 0.01
@@ -63,6 +64,7 @@ class Limits:
         max_rows: requests that decode together, for each model.
         max_queue: requests of one tenant that wait, for each model.
         cache_bytes: of all snapshots.
+        part_tokens: of a prompt, read or translated at once: others' answers wait for no more.
         heal: read approximate snapshots again, exactly, while no model has anything to do.
         ahead: translate what one model has answered for those that a translator leads to, while no model has anything to do.
     """
@@ -70,6 +72,7 @@ class Limits:
     max_rows: int = 8
     max_queue: int = 64
     cache_bytes: int = 2 << 30
+    part_tokens: int = PART_TOKENS
     rule: Rule = field(default_factory=Rule)
     heal: bool = False
     ahead: bool = False
@@ -99,7 +102,7 @@ class LocalEngine:
         self._sides = {name: Side(name, lm) for name, lm in models.items()}
         self._shelf = Shelf(disk, models, max(limits.cache_bytes // 4, 1)) if disk is not None else None
         self._sessions = Sessions(limits.cache_bytes, self._shelf.put) if self._shelf else Sessions(limits.cache_bytes)
-        self._switch = Switch(self._sides, links, self._sessions, limits.rule, self._shelf)
+        self._switch = Switch(self._sides, links, self._sessions, limits.rule, self._shelf, limits.part_tokens)
         self._counts, self._counting = Counter[str](dict.fromkeys(COUNTED, 0)), threading.Lock()
         self._draining, self._relays = False, 0
         self._forming = ThreadPoolExecutor(1, thread_name_prefix="kvlingo-forms")
@@ -255,8 +258,8 @@ class LocalEngine:
         self._switch.recall(prompt)
         return prompt
 
-    def _start(self, prompt: Prompt) -> Started:
-        started = self._switch.start(prompt)
+    def _start(self, prompt: Prompt) -> Steps[Started]:
+        started = yield from self._switch.start(prompt)
         # Kept now too, for those who ask the same before the answer is finished.
         self._keep(prompt, started.state)
         self._counted(started.begun, first=True)

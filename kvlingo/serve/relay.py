@@ -28,6 +28,7 @@ from kvlingo.serve.decoding import Job, Lane, Started
 from kvlingo.serve.duet import Duet, Singer, Turn
 from kvlingo.serve.protocol import Begun, Done, Event
 from kvlingo.serve.switching import Prompt, Switch
+from kvlingo.steps import Steps
 
 Tell = Callable[[Event | Exception], None]
 
@@ -118,7 +119,7 @@ class Relay:
 
     # --- the worker's thread of the model whose turn it is ---
 
-    def _begin(self, turn: Turn) -> Started:
+    def _begin(self, turn: Turn) -> Steps[Started]:
         """Let a model catch up with the answer."""
         with self._at_rest:
             self._singing = turn.singer
@@ -129,7 +130,7 @@ class Relay:
             started = Started(singer.state, logits, _read(singer, len(unread)))
         else:
             self._keep_all()  # a translator and the singer itself find there what each has read
-            started = self.switch.start(self._prompt_of(singer))
+            started = yield from self.switch.start(self._prompt_of(singer))
             self.keep(
                 self.prompts[singer.name], started.state
             )  # for those who ask the same before the answer is finished
@@ -139,9 +140,10 @@ class Relay:
         return started
 
     def _reads_up_to(self, singer: Singer) -> float:
-        """Return how many tokens the model reads without asking what a translation costs; its own last token never asks."""
+        """Return how many tokens the model reads at once without asking what a translation costs; its own last one never asks."""
         other = self.duet.other(singer)
-        return max(1, self.switch.reads_up_to(self.prompts[singer.name].request.dial.mode, other.name, singer.name))
+        unasked = self.switch.reads_up_to(self.prompts[singer.name].request.dial.mode, other.name, singer.name)
+        return max(1, min(unasked, self.switch.part_tokens))
 
     def _prompt_of(self, singer: Singer) -> Prompt:
         """Return the prompt with the answer so far, and the other's reading of both."""
