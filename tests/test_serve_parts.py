@@ -390,7 +390,7 @@ def test_whoever_waits_for_another_reader_goes_on_when_that_one_leaves(monkeypat
 
 
 def test_angles_that_change_on_the_way_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = family_model("llama-dynamic")
+    lm = family_model("phi3-longrope")
     with closing(LocalEngine({"m": lm}, limits=Limits(part_tokens=PART))) as engine, logged(monkeypatch) as log:
         (found,) = ask(engine, request_for(lm, "m", LONG[:100]))
         (short,) = ask(engine, request_for(lm, "m", LONG[:40]))
@@ -399,6 +399,27 @@ def test_angles_that_change_on_the_way_are_read_at_once(monkeypatch: pytest.Monk
     read = [tokens for what, tokens in log if what == "read"]
     assert read[0] == found.begun.prompt_tokens
     assert max(read[1:]) <= PART
+
+
+def test_a_cache_of_other_angles_is_not_gone_on_from() -> None:
+    """Cut short, grown past the length at which all angles change, and past it within an answer."""
+    lm = family_model("phi3-longrope")
+    limit = lm.geometry.angle_limit
+    assert limit is not None
+    with closing(LocalEngine({"m": lm}, limits=Limits(part_tokens=PART))) as engine:
+        for text, native in (
+            (LONG[:100], 0),
+            (LONG[:40], 0),
+            (LONG[:110], 101),
+            (LONG[:48], 0),
+            (OTHER[: limit - 4], 0),
+        ):
+            (found,) = ask(engine, request_for(lm, "m", text, count=9))
+            assert found.ids[:3] == cold_ids(lm, text, 3)
+            assert found.begun.native_tokens == native
+        (grown,) = ask(engine, request_for(lm, "m", OTHER[: limit - 4] + found.text + " and"))
+        assert grown.begun.native_tokens == 0
+        assert grown.ids == cold_ids(lm, OTHER[: limit - 4] + found.text + " and")
 
 
 @pytest.mark.parametrize(("family", "in_parts"), [("qwen3-next", True), ("jamba", False)])
@@ -445,7 +466,7 @@ def test_a_reading_that_fails_in_a_later_part_is_told_and_the_others_go_on(monke
     real = language_model.prefill
 
     def fails(lm: LanguageModel, ids: torch.Tensor, *, cache: Any = None, **options: Any) -> Any:
-        if cache is not None and int(cache.get_seq_length()) == 2 * PART:
+        if cache is not None and int(cache.get_seq_length()) > 2 * PART:
             raise RuntimeError("out of memory")
         return real(lm, ids, cache=cache, **options)
 
@@ -481,7 +502,7 @@ def test_conversations_in_parts_with_cancels_never_mix() -> None:
             rng = random.Random(number)
             messages = [user(f"codeword {number * 7919} {tiny.text(12, seed=number)}")]
             answered = 0
-            for _ in range(6):
+            for _ in range(5):
                 request = request_for(lm, rng.choice("ab"), messages, tenant=f"t{number % 3}", count=5)
                 if rng.random() < 0.3:
                     asking = asyncio.create_task(answer(engine, request))
@@ -496,9 +517,9 @@ def test_conversations_in_parts_with_cancels_never_mix() -> None:
             return answered
 
         async def all_of_them() -> list[int]:
-            return await asyncio.gather(*map(converse, range(6)))
+            return await asyncio.gather(*map(converse, range(5)))
 
-        assert sum(within(all_of_them(), 240)) > 15
+        assert sum(within(all_of_them(), 240)) > 10
         stats = engine.stats()
         assert stats["failed"] == stats["queued"] == stats["running"] == stats["not_kept"] == 0
 

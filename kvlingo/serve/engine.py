@@ -44,7 +44,7 @@ from kvlingo.serve.relay import Relay, Tell, heard
 from kvlingo.serve.sampling import Speech, check
 from kvlingo.serve.sessions import Sessions
 from kvlingo.serve.shelf import Shelf
-from kvlingo.serve.switching import PART_TOKENS, Link, Prompt, Rule, Side, Switch, prompt_of
+from kvlingo.serve.switching import PART_TOKENS, Link, Prompt, Rule, Side, Switch, of_one_angle, prompt_of
 from kvlingo.steps import Steps
 from kvlingo.translator import check_geometry
 
@@ -275,8 +275,8 @@ class LocalEngine:
                 self._counts[f"{kind}_tokens"] += getattr(begun, f"{kind}_tokens")
 
     def _keep(self, prompt: Prompt, state: ModelState) -> None:
-        name = prompt.request.model
-        self._sessions.keep(prompt.place(name), state, self._sides[name].lm.geometry)
+        name, lm = prompt.request.model, self._sides[prompt.request.model].lm
+        self._sessions.keep(prompt.place(name), of_one_angle(lm, len(prompt.reading), state), lm.geometry)
 
     def stats(self) -> Mapping[str, float]:
         """Return counters since the start, and gauges: `queued`, `running`, `cache_bytes`, `cache_snapshots`.

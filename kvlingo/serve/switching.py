@@ -288,13 +288,16 @@ class Switch:
         """Return the most that the target can go on from; one token is always left to read.
 
         What a window has slid past can't be gone back to. A re-prefill that was asked for goes on from exact tokens only. A model
-        that reads several tokens wrongly after what it has read reads all anew.
+        that reads several tokens wrongly after what it has read reads all anew, and so does one whose angles are others by now.
         """
         if target.name in self._reads_anew:
             return None
+        limit = target.lm.geometry.angle_limit
         ids, most = prompt.reading.ids, len(prompt.reading) - 1
         exact_only = prompt.request.dial.mode == "reprefill"
         found = self._sessions.find(prompt.place(target.name), ids)
+        if limit is not None:
+            found = [m for m in found if (len(m.snapshot.ids) > limit) == (len(ids) > limit)]
         usable = (replace(m, tokens=min(m.exact if exact_only else m.tokens, most)) for m in found)
         whole = (m for m in usable if m.tokens and can_cut(m.snapshot.state.cache, m.tokens, target.lm.geometry))
         return max(whole, key=lambda m: m.tokens, default=None)
@@ -420,6 +423,19 @@ def _cut(match: Match, lm: LanguageModel) -> Any:
     if match.tokens == len(match.snapshot.ids):
         return fork(match.snapshot.state.cache)
     return truncate(match.snapshot.state.cache, match.tokens, lm.geometry, lm.model.config)
+
+
+def of_one_angle(lm: LanguageModel, prompt_tokens: int, state: ModelState) -> ModelState:
+    """Return what of a state was read with the angles of its end, or the start of it that was read with those of its beginning.
+
+    An answer that crosses the length at which all angles change is kept up to there: a longer prompt is read anew.
+    """
+    limit, tokens = lm.geometry.angle_limit, int(state.cache.get_seq_length())
+    if limit is None or prompt_tokens > limit or tokens <= limit:
+        return state
+    cut = truncate(state.cache, limit, lm.geometry, lm.model.config)
+    spans = tuple(replace(s, stop=min(s.stop, limit)) for s in state.spans if s.start < limit)
+    return replace(state, reading=first_tokens(state.reading, limit), cache=cut, spans=spans)
 
 
 def moving(lm: LanguageModel) -> str | None:
