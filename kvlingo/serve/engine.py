@@ -23,7 +23,7 @@ from kvlingo.language_model import LanguageModel
 from kvlingo.serve.ahead import Ahead, answered
 from kvlingo.serve.decoding import Job, Lane, Started, clipped
 from kvlingo.serve.disk import Disk
-from kvlingo.serve.duet import Duet, Singer
+from kvlingo.serve.duet import Duet, Singer, same_vocabulary, vocabulary_of
 from kvlingo.serve.forms import Form, form_of
 from kvlingo.serve.healing import Healer
 from kvlingo.serve.protocol import (
@@ -100,6 +100,7 @@ class LocalEngine:
         _check_links(models, links)
         self._created = int(time.time())
         self._sides = {name: Side(name, lm) for name, lm in models.items()}
+        self._vocabularies = {name: vocabulary_of(lm.tokenizer) for name, lm in models.items()}
         self._shelf = Shelf(disk, models, max(limits.cache_bytes // 4, 1)) if disk is not None else None
         self._sessions = Sessions(limits.cache_bytes, self._shelf.put) if self._shelf else Sessions(limits.cache_bytes)
         self._switch = Switch(self._sides, links, self._sessions, limits.rule, self._shelf, limits.part_tokens)
@@ -142,7 +143,13 @@ class LocalEngine:
     def models(self) -> Sequence[ModelInfo]:
         """List the models."""
         return [
-            ModelInfo(name, side.lm.geometry.max_positions, self._created, side.lm.target_refusal is None)
+            ModelInfo(
+                name,
+                side.lm.geometry.max_positions,
+                self._created,
+                side.lm.target_refusal is None,
+                self._vocabularies[name],
+            )
             for name, side in self._sides.items()
         ]
 
@@ -214,10 +221,8 @@ class LocalEngine:
         try:
             if request.sampling.json_schema is not None:
                 raise Unsupported("response_format", "two models can't keep to one form")
-            if request.sampling.presence_penalty or request.sampling.frequency_penalty:
-                raise Unsupported(
-                    "presence_penalty, frequency_penalty", "each of two models counts its own tokens only"
-                )
+            if request.sampling.logit_bias and not same_vocabulary(*(side.lm.tokenizer for side in sides)):
+                raise Unsupported("logit_bias", "its token ids mean something else to each of two models")
             prompts[help_.model] = self._read(replace(request, model=help_.model), sides[1].lm)
         except (TooLong, Unsupported) as error:
             raise NoHelp(help_.model, error) from error

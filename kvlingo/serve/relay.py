@@ -65,6 +65,8 @@ class Relay:
         keep: takes what a model holds.
         count: takes how a model came to know what it goes on from, and whether it is the first of the request.
         asked: when the request came.
+
+    The answer is queued anew at each turn, behind what its tenant asked before; all that waiting is told together.
     """
 
     duet: Duet
@@ -86,10 +88,11 @@ class Relay:
             while duet.finish_reason is None:
                 turn = Turn(duet)
                 lane = self.lanes[turn.singer.name]
-                async with aclosing(heard(lane, partial(self._job, turn), goes_on=turns > 0)) as events:
+                since = time.perf_counter() if turns else self.asked
+                async with aclosing(heard(lane, partial(self._job, turn, since), goes_on=turns > 0)) as events:
                     async for event in events:
                         if isinstance(event, Done):
-                            queue_ms = queue_ms if turns else event.queue_ms
+                            queue_ms += event.queue_ms
                         elif turns == 0 or not isinstance(event, Begun):
                             yield event
                 turns += 1
@@ -98,7 +101,7 @@ class Relay:
         ttft_ms = 1e3 * ((duet.first_at or time.perf_counter()) - self.asked)
         yield Done(duet.finish_reason, duet.completion_tokens, ttft_ms, queue_ms, duet.parts)
 
-    def _job(self, turn: Turn, tell: Tell) -> Job:
+    def _job(self, turn: Turn, since: float, tell: Tell) -> Job:
         request = self.prompts[turn.singer.name].request
         return Job(
             tenant=request.tenant,
@@ -107,7 +110,7 @@ class Relay:
             tell=tell,
             keep=partial(self._rest, turn),
             voice=turn,
-            submitted=self.asked,
+            submitted=since,
         )
 
     def _leave(self) -> None:
