@@ -39,6 +39,7 @@ def build_engine(settings: Settings, tell: Tell) -> LocalEngine | RoutedEngine:
         max_rows=settings.max_rows,
         max_queue=settings.max_queue,
         cache_bytes=settings.cache_bytes,
+        part_tokens=settings.part_tokens,
         heal=settings.heal,
         ahead=settings.ahead,
     )

@@ -156,7 +156,7 @@ class Done:
     """Told last.
 
     Fields:
-        queue_ms: of the time to the first token, what passed before the model turned to the request.
+        queue_ms: what passed before the model turned to the request; of an answer of several, before each turn together.
         parts: who did what, where several models said one answer.
     """
 
@@ -172,12 +172,18 @@ Event = Begun | Piece | Done
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """One model of an engine. `max_tokens` bounds prompt and answer together; None: unknown."""
+    """One model of an engine.
+
+    Fields:
+        max_tokens: bounds prompt and answer together; None: unknown.
+        vocabulary: the same for two models whose token ids mean the same; None: unknown.
+    """
 
     name: str
     max_tokens: int | None
     created: int
     can_be_target: bool
+    vocabulary: str | None = None
 
 
 class UnknownModel(KeyError):

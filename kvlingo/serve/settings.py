@@ -32,6 +32,7 @@ class Settings:
         rate_per_minute: requests a key may send; None: no limit.
         max_open: requests of one key that are read or answered at once.
         max_rows, max_queue: choices that decode together, and choices of one key that wait, for each model.
+        part_tokens: of a prompt, read or translated at once, between two tokens of other answers.
         cache_bytes: of what all conversations were read as.
         cache_dir, cache_disk_bytes: where what memory has no room for is kept, and what it may take there (8 GiB unless told).
         max_tokens: of an answer whose request names none.
@@ -60,6 +61,7 @@ class Settings:
     max_open: int = 256
     max_rows: int = 8
     max_queue: int = 64
+    part_tokens: int = 512
     cache_bytes: int = 2 << 30
     router: str = "explicit"
     rules: Path | None = None
@@ -86,6 +88,7 @@ class Settings:
             "max_open",
             "max_rows",
             "max_queue",
+            "part_tokens",
             "cache_bytes",
             "cache_disk_bytes",
         )
@@ -261,6 +264,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "max_open": whole,
     "max_rows": whole,
     "max_queue": whole,
+    "part_tokens": whole,
     "cache_bytes": whole,
     "router": text,
     "rules": path,

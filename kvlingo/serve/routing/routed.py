@@ -125,6 +125,7 @@ class RoutedEngine:
         return cast("AsyncGenerator[Event, None]", self._engine.run(request))
 
     async def _routed(self, asked: Asked) -> AsyncGenerator[Event, None]:
+        self._refuse_ids_of_either(asked.request)
         # Not on the event loop, which a long prompt would hold up.
         choice = await asyncio.to_thread(self._router.choose, asked.request.prompt)
         self._count("routed")
@@ -200,6 +201,16 @@ class RoutedEngine:
                 answer.events.append(event)
         if not answer.events or not isinstance(answer.events[-1], Done):
             raise RuntimeError("the engine left a choice without an end")
+
+    def _refuse_ids_of_either(self, request: Request) -> None:
+        """Raise `Unsupported` for token ids where it is open whose they are."""
+        if not request.sampling.logit_bias:
+            return
+        pair = self._router.pair
+        known = {info.name: info.vocabulary for info in self._engine.models()}
+        if known[pair.small] is None or known[pair.small] != known[pair.big]:
+            reason = f"its token ids mean something else to {pair.small} than to {pair.big}, and either may answer"
+            raise Unsupported("logit_bias", f"{reason}; name one of the two")
 
     def _instead(self, choice: Choice, error: Exception) -> Choice:
         self._count("routed_to_the_other")
