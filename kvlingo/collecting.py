@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -54,14 +54,10 @@ class Collector:
         """Read up to `tokens` target tokens of the documents; resume from `work_dir` if a run was cut short there."""
         stats, saved = self.empty(), SavedStats(work_dir, what, self.key(tokens), digest_of(documents))
         done = saved.restore(stats)
-        made = self._examples(documents)
-        number = 0
         try:
-            for number, example in enumerate(made, start=1):
+            for number, example in enumerate(self.pieces(documents, tokens), start=1):
                 if number <= done:
                     continue
-                if stats.tokens >= tokens:
-                    break
                 stats.add(self.blocks(example))
                 done = number
                 if number % GIVE_BACK_EVERY == 0:
@@ -81,6 +77,16 @@ class Collector:
         """Identify what the statistics of `tokens` tokens depend on, but for the texts."""
         facts = [self.source.fingerprint, self.target.fingerprint, tokens, asdict(self.options), "kinds in turn"]
         return json.dumps(facts, sort_keys=True, default=str)
+
+    def pieces(self, documents: Sequence[Document], tokens: int) -> Iterator[Example]:
+        """Yield the examples that are read until `tokens` tokens of them count: known before any model runs."""
+        counted = 0
+        for example in self._examples(documents):
+            if counted >= tokens:
+                return
+            start, stop = counted_tokens(example)
+            counted += stop - start
+            yield example
 
     def _examples(self, documents: Sequence[Document]) -> Iterable[Example]:
         """Cut all documents: kinds in turn, and a kind's documents in turn.
@@ -108,7 +114,7 @@ class Collector:
         source_kv = read_padded(self.source, self.source.ids(example.source.ids))
         ids = self.target.ids(example.target.ids)
         target_kv = read_padded(self.target, ids)
-        start, stop = max(1, example.at_source_start), int((example.alignment >= 0).sum())
+        start, stop = counted_tokens(example)
         alignment = example.alignment[start:stop]
         features = feature_blocks(
             self.features,
@@ -119,9 +125,15 @@ class Collector:
         )
         found = {name: dense(block) for name, block in features.items()}
         for layer in range(len(self.config.target)):
-            outputs = target_kv.flat(layer)[0][start : max(start, stop)]
+            outputs = target_kv.flat(layer)[0][start:stop]
             found[f"target/{layer}"] = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         return found
+
+
+def counted_tokens(example: Example) -> tuple[int, int]:
+    """Return which target tokens go into statistics, [first, last): no sinks, and nothing that the source has not read."""
+    start = max(1, example.at_source_start)
+    return start, max(start, int((example.alignment >= 0).sum()))
 
 
 def interleave(streams: Sequence[Iterable[Example]]) -> Iterable[Example]:

@@ -214,8 +214,8 @@ class Run:
             return self.options.learning_rate * (done / warm + 1e-2)
         return self.options.learning_rate * 0.5 * (1 + math.cos(math.pi * (done - warm) / (1 - warm)))
 
-    def one_step(self) -> float:
-        """Accumulate one batch and move the maps once; return the batch's mean loss."""
+    def draw(self) -> list[tuple[Example, int]]:
+        """Return the hand-overs of the step to come, each with its tail: the same whenever they are drawn."""
         options = self.options
         seed = f"{options.seed}-{self.step}"
         batch = random_examples(
@@ -229,9 +229,13 @@ class Run:
             count=options.batch,
         )
         rng = random.Random(seed)
+        return [(example, rng.choice(options.tails)) for example in batch]
+
+    def one_step(self) -> float:
+        """Accumulate one batch and move the maps once; return the batch's mean loss."""
+        options, batch = self.options, self.draw()
         total = 0.0
-        for example in batch:
-            tail = rng.choice(options.tails)
+        for example, tail in batch:
             loss = example_loss(
                 self.translator, self.source, self.target, example, tail, options.ce_weight, view=self.view
             )
