@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from kvlingo.corpus import Example, random_examples
 from kvlingo.errors import BadInput
-from kvlingo.judging import native_logits, translated_logits
-from kvlingo.language_model import LanguageModel, read
-from kvlingo.metrics import kl_nats
+from kvlingo.judging import Judged, frozen_parts, judged_kl
+from kvlingo.language_model import LanguageModel
 from kvlingo.objective import example_loss, small_vocabulary
+from kvlingo.processes import ALONE, Processes
 from kvlingo.stats import GramStats, load_tensors, save_tensors
 from kvlingo.texts import Document
 from kvlingo.translator import Translator, without_residual
@@ -108,31 +108,38 @@ def distill(
     *,
     work_dir: Path | None = None,
     report: Report | None = None,
+    processes: Processes = ALONE,
 ) -> Distilled:
     """Train a translator's maps through the frozen target; keep the best on held-out text.
 
     `translator` is trained in place and ends up holding the best weights. With `work_dir`, a checkpoint is kept there and a
-    second run goes on from it. Raises `BadInput` for too little text.
+    second run goes on from it. Several processes share each step's hand-overs and move the same maps by the same gradient; the
+    first one judges. Raises `BadInput` for too little text, and for more processes than a step has hand-overs.
     """
     options = options or DistillOptions()
     if options.steps is None and options.minutes is None:
         raise BadInput("distilling needs an end: give --steps or --minutes")
-    run = Run(translator, source, target, list(training), stats, options, work_dir, report)
-    judged = judged_examples(held_out, source, target, options)
+    processes.refuse_more_than(options.batch, "hand-overs a step")
+    run = Run(translator, source, target, list(training), stats, options, work_dir, report, processes)
+    judged = judged_examples(held_out, source, target, options) if processes.is_first else []
     known = translator.config.fitted_tokens
     if known is not None:  # plans warn beyond it
         translator.config = replace(translator.config, fitted_tokens=max(known, *options.context_tokens))
-    return drop_idle_residual(run.train(judged), target, judged)
+    return drop_idle_residual(run.train(judged), target, judged, processes)
 
 
-def drop_idle_residual(done: Distilled, target: LanguageModel, judged: Sequence[Judged]) -> Distilled:
+def drop_idle_residual(
+    done: Distilled, target: LanguageModel, judged: Sequence[Judged], processes: Processes = ALONE
+) -> Distilled:
     """Leave the MLP residual out where held-out KL is no better with it."""
     if not done.translator.config.residual_width:
         return done
     linear = without_residual(done.translator).eval()
-    gained = 1 - judged_kl(done.translator, target, judged) / max(judged_kl(linear, target, judged), 1e-30)
-    is_better = gained > LEAST_GAIN
-    return done if is_better else replace(done, translator=linear)
+    is_better = True
+    if processes.is_first:
+        gained = 1 - judged_kl(done.translator, target, judged) / max(judged_kl(linear, target, judged), 1e-30)
+        is_better = gained > LEAST_GAIN
+    return done if processes.told(is_better) else replace(done, translator=linear)
 
 
 class Run:
@@ -148,7 +155,9 @@ class Run:
         options: DistillOptions,
         work_dir: Path | None,
         report: Report | None,
+        processes: Processes = ALONE,
     ) -> None:
+        self.processes = processes
         self.translator, self.source, self.target = translator.train(), source, target
         self.training, self.options, self.report = training, options, report
         self.file = None if work_dir is None else work_dir / "distillation.safetensors"
@@ -170,13 +179,14 @@ class Run:
     def train(self, judged: list[Judged]) -> Distilled:
         """Run to the end of the options' bounds."""
         self.restore()
+        self.processes.require_alike({"the step of the checkpoint": self.step})
         started, saved = time.monotonic() - self.seconds, time.monotonic()
         if self.step == 0:
             self.judge(judged)
         try:
             while not self.finished():
                 loss = self.one_step()
-                self.seconds = time.monotonic() - started
+                self.seconds = self.processes.told(time.monotonic() - started)
                 self.curve.steps.append(self.step)
                 self.curve.loss_nats.append(loss)
                 if self.step % self.options.judge_every == 0 or self.finished():
@@ -235,13 +245,14 @@ class Run:
         """Accumulate one batch and move the maps once; return the batch's mean loss."""
         options, batch = self.options, self.draw()
         total = 0.0
-        for example, tail in batch:
+        for example, tail in batch[self.processes.rank :: self.processes.count]:
             loss = example_loss(
                 self.translator, self.source, self.target, example, tail, options.ce_weight, view=self.view
             )
             (loss / len(batch)).backward()
             total += float(loss.detach())
-            self.tokens_read += example.context_tokens + options.continuation_tokens
+        self.tokens_read += sum(e.context_tokens + options.continuation_tokens for e, _ in batch)
+        total = self.sum_over_processes(total)
         for coordinate in self.coordinates:
             coordinate.pull_gradient()
         nn.utils.clip_grad_norm_([c.delta for c in self.coordinates], options.clip)
@@ -253,9 +264,19 @@ class Run:
         self.step += 1
         return total / len(batch)
 
+    def sum_over_processes(self, loss: float) -> float:
+        """Put the gradient of the whole batch into every process's maps; return the whole batch's loss."""
+        for coordinate in self.coordinates:
+            if coordinate.parameter.grad is not None:
+                self.processes.add_up(coordinate.parameter.grad)
+        whole = torch.tensor(loss, dtype=torch.float64)
+        self.processes.add_up(whole)
+        return float(whole)
+
     def judge(self, judged: list[Judged]) -> None:
-        """Measure held-out KL; remember the weights if they are the best so far."""
-        kl = judged_kl(self.translator, self.target, judged)
+        """Measure held-out KL; remember the weights if they are the best so far. The first of several processes does it."""
+        mine = judged_kl(self.translator, self.target, judged) if self.processes.is_first else math.nan
+        kl = self.processes.told(mine)
         self.curve.judged_steps.append(self.step)
         self.curve.held_out_kl_nats.append(kl)
         if kl < self.best_kl:
@@ -264,7 +285,7 @@ class Run:
 
     def tell(self, loss: float) -> None:
         """Report progress."""
-        if self.report is not None:
+        if self.report is not None and self.processes.is_first:
             self.report(
                 {
                     "step": self.step,
@@ -279,8 +300,8 @@ class Run:
     # --- checkpoint ---
 
     def checkpoint(self) -> None:
-        """Write all state, whole or not at all."""
-        if self.file is None:
+        """Write all state, whole or not at all; the same in all processes, the first one writes it."""
+        if self.file is None or not self.processes.is_first:
             return
         tensors = {f"best.{k}": v for k, v in self.best.items()}
         for i, c in enumerate(self.coordinates):
@@ -330,16 +351,6 @@ def _same_options(saved: str, options: DistillOptions) -> bool:
     }
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A held-out hand-over whose frozen parts are computed once."""
-
-    example: Example
-    native: Tensor
-    source_kv: Any
-
-
-@torch.no_grad()
 def judged_examples(
     documents: Sequence[Document], source: LanguageModel, target: LanguageModel, options: DistillOptions
 ) -> list[Judged]:
@@ -356,17 +367,5 @@ def judged_examples(
             seed=f"held-out-{options.seed}-{number}",
             count=1,
         )[0]
-        native = native_logits(target, drawn).to(torch.bfloat16)
-        found.append(Judged(drawn, native, read(source, source.ids(drawn.source.ids))))
-    return found
-
-
-@torch.no_grad()
-def judged_kl(translator: Translator, target: LanguageModel, judged: Sequence[Judged], *, tail: int = 1) -> float:
-    """Return the mean held-out KL in nats."""
-    total = 0.0
-    for item in judged:
-        source_kv = item.source_kv if translator.config.reads_source else None
-        logits = translated_logits(translator, target, item.example, source_kv, tail=tail)
-        total += float(kl_nats(item.native, logits).mean())
-    return total / len(judged)
+        found.append(drawn)
+    return frozen_parts(source, target, found, dtype=torch.bfloat16)

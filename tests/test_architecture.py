@@ -16,7 +16,7 @@ PACKAGE = REPO / "kvlingo"
 ORDER = re.findall(
     r"\w+",
     """
-    errors files gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck
+    errors files processes gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck
     fingerprints language_model models outline batches anchors recompute pairing plan cost forecast traffic
     texts stats ridge features maps folding translator corpus metrics trust confidence signs handoff generation
     mlx_library mlx_rotation mlx_models mlx_caches mlx_maps mlx timing calibration arms

@@ -78,21 +78,26 @@ def fit(
     }
     with stoppable(f"the statistics so far are kept in {out / 'work'}; the same command goes on from there"):
         from kvlingo import jobs
+        from kvlingo.processes import joined
 
-        result = jobs.fit_pair(
-            source,
-            target,
-            out,
-            texts=text or [],
-            changes=changes,
-            auto_map=map_kind is Map.auto,
-            no_text=no_text,
-            where=jobs.Where(device, dtype),
-            storage=store.value,
-            overwrite=overwrite,
-            say=typer.echo,
-            tell=tell,
-        )
+        with joined() as processes:
+            result = jobs.fit_pair(
+                source,
+                target,
+                out,
+                texts=text or [],
+                changes=changes,
+                auto_map=map_kind is Map.auto,
+                no_text=no_text,
+                where=jobs.Where(device, dtype),
+                storage=store.value,
+                overwrite=overwrite,
+                say=typer.echo,
+                tell=tell,
+                processes=processes,
+            )
+    if not processes.is_first:
+        return
     if verbose:
         print_layers(result["layers"])
     emit(result, as_json)
@@ -139,19 +144,23 @@ def distill(
     }
     with stoppable(f"{folder} is unchanged, a checkpoint is in {folder / 'work'}; the same command goes on from there"):
         from kvlingo import jobs
+        from kvlingo.processes import joined
 
-        result = jobs.distill_folder(
-            folder,
-            source_name=source,
-            target_name=target,
-            texts=text or [],
-            changes=changes,
-            control_name=None if control is None else control.value,
-            where=jobs.Where(device, dtype),
-            say=typer.echo,
-            tell=tell,
-        )
-    emit(result, as_json)
+        with joined() as processes:
+            result = jobs.distill_folder(
+                folder,
+                source_name=source,
+                target_name=target,
+                texts=text or [],
+                changes=changes,
+                control_name=None if control is None else control.value,
+                where=jobs.Where(device, dtype),
+                say=typer.echo,
+                tell=tell,
+                processes=processes,
+            )
+    if processes.is_first:
+        emit(result, as_json)
 
 
 def evaluate(
