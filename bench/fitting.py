@@ -109,7 +109,9 @@ def time_fits(
     source: LanguageModel, target: LanguageModel, documents: Sequence[Document], options: FitOptions, rounds: int
 ) -> tuple[dict[str, Any], Fit]:
     """Time fits and bare passes in turn; return the figures, and the last fit."""
+    tell("cutting texts")
     pieces = pieces_read(source, target, documents, options)
+    tell(f"{len(pieces)} pieces")
     bare_passes(source, target, pieces[:4])
     bare, whole, stages = [], [], []
     for _ in range(rounds):
@@ -144,6 +146,8 @@ class Stages:
     def __call__(self, what: str, done: int, total: int) -> None:
         """Count the time since the last report to what is reported."""
         now = time.perf_counter()
+        if what not in self.seconds:
+            tell(f"{what}; before that {self.seconds}")
         self.seconds[what] = self.seconds.get(what, 0.0) + now - self._since
         self._since = now
 
@@ -196,7 +200,7 @@ def time_steps(source: LanguageModel, target: LanguageModel, split: Split, fitte
     ratios = [a / b for a, b in zip(times["step_s"], times["own_s"], strict=True)]
     frozen = [a / b for a, b in zip(times["step_s"], times["own_frozen_s"], strict=True)]
     return {
-        "hand_overs_a_step": options.batch,
+        "hand_overs_a_step": options.batch * options.tails_each,
         "tokens_a_step": tokens[1:],
         **times,
         "ratios": ratios,

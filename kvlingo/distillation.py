@@ -7,6 +7,7 @@ the maps worse.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
@@ -23,7 +24,8 @@ from kvlingo.corpus import Example, random_examples
 from kvlingo.errors import BadInput
 from kvlingo.judging import Judged, frozen_parts, judged_kl
 from kvlingo.language_model import LanguageModel
-from kvlingo.objective import example_loss, small_vocabulary
+from kvlingo.objective import frozen_side, loss_beside, small_vocabulary
+from kvlingo.predictions import KeptPredictions
 from kvlingo.processes import ALONE, Processes
 from kvlingo.stats import GramStats, load_tensors, save_tensors
 from kvlingo.texts import Document
@@ -40,12 +42,15 @@ class DistillOptions:
 
     Fields:
         steps, minutes: stop at whichever comes first; None for no such bound.
-        batch: hand-overs per optimiser step, read one after another (gradient accumulation).
+        batch: texts per optimiser step, read one after another (gradient accumulation).
         tails: tail lengths to draw from.
+        tails_each: hand-overs made of each text, which differ in their tails: the frozen models run once for all of them.
         ce_weight: λ of the cross-entropy term.
         whitening_damping: relative to the mean diagonal, as in ridge.
         vocabulary: the loss compares both distributions over this many of the text's most frequent tokens (renormalised);
             None for all. Judging on held-out text always uses all.
+        kept_predictions: keep so many of the likeliest tokens of the target's own predictions on disk, and compare with those,
+            all others taken as one; for texts that are distilled on more than once. None: nothing is kept.
     """
 
     steps: int | None = None
@@ -58,12 +63,14 @@ class DistillOptions:
     context_tokens: tuple[int, ...] = (64, 128, 192, 256, 384, 512)
     continuation_tokens: int = 96
     tails: tuple[int, ...] = (1, 1, 1, 2, 4, 8, 16)
+    tails_each: int = 1
     chat_share: float = 0.15
     judge_every: int = 25
     judged_examples: int = 16
     judged_context: tuple[int, ...] = (192, 512)
     whitening_damping: float = 1e-3
     vocabulary: int | None = 8192
+    kept_predictions: int | None = None
     seed: int = 0
 
 
@@ -119,7 +126,11 @@ def distill(
     options = options or DistillOptions()
     if options.steps is None and options.minutes is None:
         raise BadInput("distilling needs an end: give --steps or --minutes")
-    processes.refuse_more_than(options.batch, "hand-overs a step")
+    if not 1 <= options.tails_each <= len(set(options.tails)):
+        raise BadInput(
+            f"{options.tails_each} hand-overs of each text: there are {len(set(options.tails))} different tails"
+        )
+    processes.refuse_more_than(options.batch, "texts a step")
     run = Run(translator, source, target, list(training), stats, options, work_dir, report, processes)
     judged = judged_examples(held_out, source, target, options) if processes.is_first else []
     known = translator.config.fitted_tokens
@@ -162,6 +173,7 @@ class Run:
         self.training, self.options, self.report = training, options, report
         self.file = None if work_dir is None else work_dir / "distillation.safetensors"
         self.view = small_vocabulary(target, self.training, options.vocabulary)
+        self.kept = self.keeper(work_dir)
         # A target in bfloat16 says that this machine is fast in it, and reads translated keys and values in it anyway.
         is_fast = target.dtype == torch.bfloat16
         translator.multiply_in_bfloat16(is_fast)
@@ -206,6 +218,16 @@ class Run:
         self.translator.multiply_in_bfloat16(False)
         return Distilled(self.translator.eval(), self.curve, self.best_step, self.step, self.seconds)
 
+    def keeper(self, work_dir: Path | None) -> KeptPredictions | None:
+        """Return where predictions are kept: beside the work of all that is distilled from the same fit."""
+        if work_dir is None or self.options.kept_predictions is None:
+            return None
+        head = (
+            "whole" if self.view is None else hashlib.sha256(json.dumps(self.view.place.tolist()).encode()).hexdigest()
+        )
+        facts = [self.target.fingerprint, str(self.target.dtype), head]
+        return KeptPredictions(work_dir.parent / "predictions", self.options.kept_predictions, facts)
+
     def progress(self) -> float:
         """Return how much of the run is done, 0 … 1."""
         options = self.options
@@ -224,8 +246,8 @@ class Run:
             return self.options.learning_rate * (done / warm + 1e-2)
         return self.options.learning_rate * 0.5 * (1 + math.cos(math.pi * (done - warm) / (1 - warm)))
 
-    def draw(self) -> list[tuple[Example, int]]:
-        """Return the hand-overs of the step to come, each with its tail: the same whenever they are drawn."""
+    def draw(self) -> list[tuple[Example, list[int]]]:
+        """Return the texts of the step to come, each with its tails: the same whenever they are drawn."""
         options = self.options
         seed = f"{options.seed}-{self.step}"
         batch = random_examples(
@@ -239,18 +261,21 @@ class Run:
             count=options.batch,
         )
         rng = random.Random(seed)
-        return [(example, rng.choice(options.tails)) for example in batch]
+        if options.tails_each == 1:
+            return [(example, [rng.choice(options.tails)]) for example in batch]
+        return [(example, rng.sample(sorted(set(options.tails)), options.tails_each)) for example in batch]
 
     def one_step(self) -> float:
         """Accumulate one batch and move the maps once; return the batch's mean loss."""
         options, batch = self.options, self.draw()
         total = 0.0
-        for example, tail in batch[self.processes.rank :: self.processes.count]:
-            loss = example_loss(
-                self.translator, self.source, self.target, example, tail, options.ce_weight, view=self.view
-            )
-            (loss / len(batch)).backward()
-            total += float(loss.detach())
+        share = 1 / (len(batch) * options.tails_each)
+        for example, tails in batch[self.processes.rank :: self.processes.count]:
+            frozen = frozen_side(self.translator, self.source, self.target, example, self.view, self.kept)
+            for tail in tails:
+                loss = loss_beside(self.translator, self.target, frozen, tail, options.ce_weight, view=self.view)
+                (share * loss).backward()
+                total += share * float(loss.detach())
         self.tokens_read += sum(e.context_tokens + options.continuation_tokens for e, _ in batch)
         total = self.sum_over_processes(total)
         for coordinate in self.coordinates:
@@ -262,7 +287,7 @@ class Run:
         for coordinate in self.coordinates:
             coordinate.push_value()
         self.step += 1
-        return total / len(batch)
+        return total
 
     def sum_over_processes(self, loss: float) -> float:
         """Put the gradient of the whole batch into every process's maps; return the whole batch's loss."""
@@ -345,10 +370,9 @@ class Run:
 
 def _same_options(saved: str, options: DistillOptions) -> bool:
     bounds = ("steps", "minutes")
-    mine = json.loads(json.dumps(asdict(options)))
-    return {k: v for k, v in json.loads(saved).items() if k not in bounds} == {
-        k: v for k, v in mine.items() if k not in bounds
-    }
+    mine, plain = (json.loads(json.dumps(asdict(each))) for each in (options, DistillOptions()))
+    theirs = {**plain, **json.loads(saved)}  # an option that is younger than the checkpoint was as it is by default
+    return {k: v for k, v in theirs.items() if k not in bounds} == {k: v for k, v in mine.items() if k not in bounds}
 
 
 def judged_examples(

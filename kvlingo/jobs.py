@@ -288,7 +288,7 @@ def distill_folder(
         main = read_manifest(folder)
         documents = gather(texts)
         options = DistillOptions(**changes)
-        processes.refuse_more_than(options.batch, "hand-overs a step (--batch)")
+        processes.refuse_more_than(options.batch, "texts a step (--batch)")
         source, target = load_pair(*names, where)
         translator, manifest = load_translator(place, source=source, target=target)
         fitted = options_from_json(main.options.get("fit", {}))

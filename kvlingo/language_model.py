@@ -127,6 +127,15 @@ def prefill(
     return Prefill(cache, logits)
 
 
+def read_in_pieces(lm: LanguageModel, ids: Tensor, tokens: int | None, cache: Any = None) -> Prefill:
+    """Let a model read ids at once, or so many tokens at a time."""
+    pieces = ids.split(tokens) if tokens else (ids,)
+    done = prefill(lm, pieces[0], cache=cache)
+    for piece in pieces[1:]:
+        done = prefill(lm, piece, cache=done.cache)
+    return done
+
+
 def read_sinks(lm: LanguageModel, ids: Tensor, *, opening: int = 0) -> KV:
     """Return what `read` does of a conversation's first tokens, remembered where many conversations begin so.
 

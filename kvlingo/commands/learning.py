@@ -113,7 +113,11 @@ def distill(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.", show_default=False)] = None,
     learning_rate: Annotated[float, typer.Option(min=0, help="Of AdamW, after warm-up.")] = 1e-4,
-    batch: Annotated[int, typer.Option(min=1, help="Hand-overs in a step.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Texts in a step.")] = 8,
+    tails: Annotated[
+        int,
+        typer.Option(min=1, help="Hand-overs made of each text, which differ in their tails and share what is frozen."),
+    ] = 1,
     context: Annotated[
         str, typer.Option(help="Context lengths to draw from, in target tokens.")
     ] = "64,128,192,256,384,512",
@@ -121,6 +125,14 @@ def distill(
     chat_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of hand-overs rendered in chat templates.")
     ] = 0.15,
+    keep_predictions: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Keep the target's own likeliest tokens, so many a position, for distilling again.",
+            show_default=False,
+        ),
+    ] = None,
     judged: Annotated[int, typer.Option(min=1, help="Held-out hand-overs to judge on.")] = 16,
     control: Annotated[Control | None, typer.Option(help="Distil a control instead.", show_default=False)] = None,
     dtype: Dtype = None,
@@ -135,6 +147,8 @@ def distill(
         "steps": steps,
         "learning_rate": learning_rate,
         "batch": batch,
+        "tails_each": tails,
+        "kept_predictions": keep_predictions,
         "context_tokens": tuple(contexts),
         "judged_context": (contexts[(len(contexts) - 1) // 2], contexts[-1]),
         "judged_examples": judged,
