@@ -23,7 +23,7 @@ from kvlingo.fingerprints import fingerprint
 from kvlingo.geometry import Geometry
 from kvlingo.probing import decoder_of, run
 from kvlingo.rope import Rotary
-from kvlingo.steps import Steps, parts
+from kvlingo.steps import Steps, finished, parts
 
 PROBED_PARTS = (5, 3, 4)
 PROBED_ERROR = 0.02
@@ -176,6 +176,11 @@ def reads_in_parts(lm: LanguageModel, tokens: int) -> bool:
     """
     limit = lm.geometry.angle_limit
     return (limit is None or tokens <= limit) and (lm.target_refusal is None or lm.goes_on)
+
+
+def read_in_pieces(lm: LanguageModel, ids: Tensor, tokens: int | None, cache: Any = None) -> Prefill:
+    """Let a model read ids at once, or so many tokens at a time."""
+    return finished(prefill_in_parts(lm, ids, most=tokens, cache=cache))
 
 
 def read_sinks(lm: LanguageModel, ids: Tensor, *, opening: int = 0) -> KV:

@@ -16,9 +16,9 @@ PACKAGE = REPO / "kvlingo"
 ORDER = re.findall(
     r"\w+",
     """
-    errors steps files gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck
+    errors steps files processes gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck
     fingerprints language_model models outline batches anchors recompute pairing plan cost forecast traffic
-    texts stats ridge features maps folding translator corpus metrics trust confidence signs handoff generation
+    texts stats ridge features maps folding translator corpus metrics predictions trust confidence signs handoff generation
     mlx_library mlx_rotation mlx_models mlx_caches mlx_maps mlx timing calibration arms
     shapes public_shapes collecting judging fitting whitening objective distillation environment report evaluation quantised
     frontier reliability drift questions manifest readme store workplace assets plots progress facts jobs trials benchmark

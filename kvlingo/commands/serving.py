@@ -159,8 +159,6 @@ def calibrate(
 ) -> None:
     """Time hand-overs and re-prefills of the models to be served; write from which length on a switch translates."""
     with stoppable(f"{out} is unchanged; run the same command again"):
-        from dataclasses import asdict
-
         from kvlingo.jobs import Where
         from kvlingo.serve import calibrating, settings
         from kvlingo.serve.routing.rules import NEVER
@@ -176,12 +174,12 @@ def calibrate(
             overwrite=overwrite,
             tell=tell,
         )
-    for each in found:
+    for each in (one.rule for one in found):
         typer.echo(
             f"{each.source} → {each.target}: reads again up to {each.reprefill_up_to} tokens, translates from "
             + (f"{each.translate_from}" if each.translate_from < NEVER else "no length that was measured")
         )
-    emit({"switch": [asdict(each) for each in found]}, as_json)
+    emit({"switch": [each.to_json() for each in found]}, as_json)
 
 
 def vllm_check(
