@@ -835,7 +835,7 @@ def test_only_what_ended_by_itself_is_kept(desk: Desk, whole: bool, count: int) 
 
 
 def test_what_a_window_has_left_behind_is_not_kept(desk: Desk) -> None:
-    desk.arrive(arrival(prompt(), save=True))
+    desk.arrive(arrival(prompt()))
     keeps, told = desk.finished("r", prompt(), [0, 2, 3, 4], whole=True, lost=True)
     assert not keeps
     assert told is not None
