@@ -23,7 +23,17 @@ from kvlingo.manifest import plain
 from kvlingo.models import load_model
 from kvlingo.plan import SpanKind
 from kvlingo.serve.external import checking, entries, twins, versions
-from kvlingo.serve.external.carrying import Carry, Target, fetch, head_range, lifted, placed, side_of, translate
+from kvlingo.serve.external.carrying import (
+    Carry,
+    Target,
+    fetch,
+    head_range,
+    lifted,
+    map_anew,
+    placed,
+    side_of,
+    translate,
+)
 from kvlingo.serve.external.entries import Entry, checked_id, merge, new_id, tenant_of
 from kvlingo.serve.external.matching import Link, Match, Matcher, by_tokens, plan_match, read_link, read_wish
 from kvlingo.serve.external.options import Options, read_options
@@ -563,6 +573,22 @@ def test_lifting_undoes_placing(source: LanguageModel) -> None:
 def test_another_target_is_refused(made: Path, source: LanguageModel, tmp_path: Path) -> None:
     with pytest.raises(IncompatiblePair):
         Target(source, [read_link(made / "translator", options_of(made, tmp_path))])
+
+
+def test_a_checkpoint_is_mapped_and_not_held(made: Path) -> None:
+    """The same weights, from the file; what the file has in another type stays as it was loaded."""
+    lm = load_model(made / "target", device="cpu")
+    own, names = read(lm, lm.ids(prompt())), [name for name, _ in lm.model.named_parameters()]
+    before = {name: weight.data_ptr() for name, weight in lm.model.named_parameters()}
+    size = sum(weight.nbytes for weight in lm.model.parameters())
+    assert map_anew(lm, made / "target") == size
+    assert not {before[name] for name in names} & {weight.data_ptr() for weight in lm.model.parameters()}
+    again = read(lm, lm.ids(prompt()))
+    assert all(torch.equal(a, b) for a, b in zip(own.keys + own.values, again.keys + again.values, strict=True))
+    assert lm.fingerprint == load_model(made / "target", device="cpu").fingerprint
+    other = load_model(made / "target", device="cpu", dtype=torch.bfloat16)
+    assert map_anew(other, made / "target") == 0
+    assert other.dtype == torch.bfloat16
 
 
 # --- a worker --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from kvlingo.errors import BadInput, UnsupportedModel
-from kvlingo.serve.external.carrying import Target, head_range, read_checkpoint, side_of
+from kvlingo.serve.external.carrying import Target, head_range, map_anew, read_checkpoint, side_of
 from kvlingo.serve.external.matching import Matcher, read_link
 from kvlingo.serve.external.options import Options, read_options
 from kvlingo.serve.external.scheduling import NO_BLOCK, Arrival, Desk, Load, Orders
@@ -420,6 +421,8 @@ class KVLingoConnector(KVConnectorBase_V1):
             consumes = self._kv_transfer_config.is_kv_consumer and options.translators
             target = Target(lm, [read_link(t, options) for t in options.translators]) if consumes else None
             side = side_of(lm) if self._keeps else None
+            if target is not None:
+                map_anew(lm, Path(config.model_config.model))
         rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         layers = _layers(config, kv_caches, lm.geometry.cache_layers)
         pages = VllmPages(layers, self._block_size, _kinds(layers, self._groups))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from kvlingo.cache import KV, concat
@@ -51,6 +53,24 @@ def read_checkpoint(name: str, dtype: torch.dtype) -> LanguageModel:
     return load_model(name, device="cpu", dtype=dtype)
 
 
+def map_anew(lm: LanguageModel, folder: Path) -> int:
+    """Let go of what was read of a checkpoint: weights that stand in its files as they are used are mapped from there anew.
+
+    Such weights are pages of files: they take memory as far as they are read, other processes share them, and the system takes
+    them back when it needs to. Loading, probing and checking have read all; a hand-over reads rows of the embedding, the first
+    layer, and the others only for first tokens that nobody knows beforehand. Returns the bytes that were let go.
+    """
+    weights, let_go = dict(lm.model.named_parameters()), 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            for name in weights.keys() & set(opened.keys()):
+                mapped, weight = opened.get_tensor(name), weights[name]
+                if (mapped.dtype, mapped.shape) == (weight.dtype, weight.shape):
+                    weight.data = mapped
+                    let_go += mapped.nbytes
+    return let_go
+
+
 class Target:
     """The target's own part of a hand-over, and the translators to it.
 
@@ -68,6 +88,8 @@ class Target:
         self.lm = replace(lm, geometry=replace(lm.geometry, layers=layers))
         self._special = frozenset(lm.tokenizer.all_special_ids)
         self._heads: dict[tuple[int, ...], KV] = {}
+        if lm.tokenizer.bos_token_id is not None:
+            self.head((lm.tokenizer.bos_token_id,))  # before `map_anew`: all layers are read for it
 
     def head(self, ids: Sequence[int]) -> KV:
         """Return the target's own position-free KV of a prompt's first few tokens.
