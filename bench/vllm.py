@@ -22,6 +22,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,7 @@ from kvlingo.store import load_translator
 from kvlingo.texts import Document
 
 TOP = 1000
+ROUNDING = 1e-6  # of a sum of probabilities in float32
 SAME = 1e-2  # nats: what the two paths' KL may differ by
 ENGINES = {"hybrid_off": None, "hybrid_on": HYBRID}
 
@@ -64,7 +66,7 @@ def main() -> None:
     """Measure and print one record."""
     arguments = parse()
     with tempfile.TemporaryDirectory(prefix="kvlingo-bench-vllm-") as place:
-        record = measure(arguments, Path(place))
+        record = measure(arguments, held_out_and_training(arguments.cache / "corpora").held_out, Path(place))
     line = json.dumps(record)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +74,7 @@ def main() -> None:
     print(line)
 
 
-def parse() -> argparse.Namespace:
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--translator", type=Path, required=True)
@@ -88,7 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="of each server")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if not (arguments.source and arguments.target):
         fetched = dict(fetch_demo_models(arguments.cache / "demo"))
         arguments.source = arguments.source or fetched["smollm2-135m-instruct"]
@@ -96,12 +98,12 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, documents: Sequence[Document], place: Path) -> dict[str, Any]:
     """Read the texts, take the in-process path, then both servers."""
+    documents = longest_of_each(documents)
     source, target = (
         load_model(path, device="cpu", dtype=arguments.dtype) for path in (arguments.source, arguments.target)
     )
-    documents = longest_of_each(held_out_and_training(arguments.cache / "corpora").held_out)
     texts = [
         cut(d.text, source, target, arguments.text_tokens, arguments.continuation) for d in documents[: arguments.texts]
     ]
@@ -110,6 +112,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         for tokens in arguments.tokens
     }
     here = in_process(texts, source, target, arguments.translator)
+    tell("in process", here)
     del source, target
     record: dict[str, Any] = {
         "dtype": arguments.dtype,
@@ -129,6 +132,7 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
         times = {tokens: time_source(giving, store, found) for tokens, found in timed.items()}
         record["source"] = {str(tokens): summary(found) for tokens, (found, _) in times.items()}
         record["source_memory"] = memory_of(giving)
+        tell("source", record["source"])
         for name in arguments.engines:
             with serve(arguments, place, name, ENGINES[name]) as taking:
                 taking.wait_until_up()
@@ -138,7 +142,13 @@ def measure(arguments: argparse.Namespace, place: Path) -> dict[str, Any]:
                     "times": {str(n): summary(time_target(taking, timed[n], times[n][1])) for n in arguments.tokens},
                     "memory": memory_of(taking),
                 }
+                tell(name, record["engines"][name])
     return record | {"environment": environment_card()}
+
+
+def tell(what: str, found: Any) -> None:
+    """Say how far it is."""
+    print(f"{time.strftime('%H:%M:%S')} {what}: {json.dumps(found)}", file=sys.stderr, flush=True)
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
@@ -204,7 +214,7 @@ def partition_kl(own: Mapping[int, float], other: Mapping[int, float]) -> float:
     """Return KL(own || other) in nats over the tokens that both tell of, and all others taken together."""
     shared = sorted(own.keys() & other.keys())
     pairs = [(math.exp(own[token]), math.exp(other[token])) for token in shared]
-    rest = tuple(max(1e-12, 1 - math.fsum(side)) for side in zip(*pairs, strict=True))
+    rest = tuple(max(ROUNDING, 1 - math.fsum(side)) for side in zip(*pairs, strict=True))
     return math.fsum(p * math.log(p / q) for p, q in [*pairs, rest] if p > 0)
 
 
@@ -346,7 +356,7 @@ def time_target(server: Server, texts: Sequence[Text], keys: Sequence[str]) -> T
     times: Times = {"own_ms": [], "handed_ms": [], "translated": []}
 
     def own(round_: int) -> None:
-        answer, took = timed(server, texts[round_].target)
+        answer, took = timed(server, texts[round_].target, salt=f"own {round_} {len(texts[round_].target)}")
         if answer.cached:
             raise SystemExit("the target has read this before")
         times["own_ms"].append(took)
