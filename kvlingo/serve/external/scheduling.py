@@ -29,6 +29,7 @@ from kvlingo.serve.external.threads import Job, Threads
 
 APPLIED = "applied"
 SALT_PREFIX = "kvlingo:"
+NO_BLOCK = -1
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Load:
-    """An order to a worker: translate, and write the tokens from `carry.native` on into these blocks."""
+    """An order to a worker: translate, and write the tokens from `carry.native` on into these blocks.
+
+    `blocks` are one row for each kind of blocks that the engine keeps, from the first token on; `NO_BLOCK` stands where a layer
+    with a window keeps nothing any more.
+    """
 
     request: str
     carry: Carry
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -202,8 +207,8 @@ class Desk:
 
     # --- it is given blocks ---
 
-    def allocated(self, request: str, blocks: Sequence[int], tokens: int) -> None:
-        """Order what was promised, into the blocks that hold a request's tokens from the first on."""
+    def allocated(self, request: str, blocks: Sequence[Sequence[int]], tokens: int) -> None:
+        """Order what was promised, into the blocks of each kind that hold a request's tokens from the first on."""
         case = self._cases.get(request)
         if case is None or not tokens:
             return
@@ -220,7 +225,7 @@ class Desk:
             native=case.native,
         )
         case.translated = case.plan.count(SpanKind.TRANSLATED)
-        self._orders.loads.append(Load(request, carry, tuple(blocks)))
+        self._orders.loads.append(Load(request, carry, tuple(map(tuple, blocks))))
         if self.options.load_async:
             self._loading.add(request)
 
@@ -249,13 +254,14 @@ class Desk:
     # --- it ends ---
 
     def finished(
-        self, request: str, ids: Sequence[int], blocks: Sequence[int], *, whole: bool
+        self, request: str, ids: Sequence[int], blocks: Sequence[int], *, whole: bool, lost: bool = False
     ) -> tuple[bool, dict[str, Any] | None]:
         """Tell whether a request's blocks are still needed, and what its client is told.
 
         Args:
             ids: the tokens whose keys and values the engine holds.
             whole: it ended by itself. One that was cut off is kept under an id of its client's own only.
+            lost: the engine has let go of blocks that a sliding window left behind.
         """
         case = self._cases.pop(request, None)
         if case is None:
@@ -265,7 +271,7 @@ class Desk:
             self._orders.dropped.add(request)
         told = self._told(case) if case.wish.load is not None or case.refused is not None else {}
         ended = bool(ids) and not loading and (whole or case.wish.key is not None)
-        keeps = ended and case.wish.save and self._saves and case.arrival.unusable is None
+        keeps = ended and not lost and case.wish.save and self._saves and case.arrival.unusable is None
         if keeps:
             save = Save(
                 request,
@@ -280,9 +286,10 @@ class Desk:
             told |= {"id": save.key, "tokens": len(ids)}
             self.counts["saved"] += 1
         elif case.wish.save:
+            why = "the engine keeps no token outside its sliding window, and this is longer" if lost else None
             told |= {
                 "id": None,
-                "not_kept": case.arrival.unusable or "this engine keeps no caches, or the request was cut off",
+                "not_kept": case.arrival.unusable or why or "this engine keeps no caches, or the request was cut off",
             }
         return keeps, {PARAMS: told} if told else None
 

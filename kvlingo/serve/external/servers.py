@@ -19,6 +19,7 @@ from kvlingo.errors import BadInput
 from kvlingo.serve.external.matching import PARAMS
 
 MODULE, CONNECTOR = "kvlingo.serve.vllm", "KVLingoConnector"
+HYBRID = "KVLingoHybridConnector"  # goes on from caches only, with the hybrid cache manager on
 UP_SECONDS = 600.0
 SMALL = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
