@@ -3,8 +3,8 @@
 Plain ASGI, for `--middleware`. A request with `x-vsr-kv-cache-id` (and `x-vsr-kv-mapper-id`) gets both into its body;
 a whole answer gets `x-vsr-kv-transfer-status`. A streamed one does not: its headers are gone before anything is known.
 
-For our own gateway two things more. A stream whose request has `x-kvlingo-tell`, the name that its body gives as `tell`, begins with
-a comment that says what became of the prompt. And GET `ABOUT` says what the connector of this server does.
+For our own gateway two things more. A stream whose request has `x-kvlingo-tell`, the name that its body gives as `tell`, begins
+with a comment that says what became of the prompt. And GET `ABOUT` says what the connector of this server does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What became of a request, for a client whose answer is streamed: from the engine's process to the server's.
 
-vLLM puts what a connector tells into whole answers only. Figures go to the server's process all the same, a moment after the tokens
-of the same step; with them goes what was told (`vllm.Figures`), and `headers.RouterHeaders`, which the same process loads by its
-name, writes it into the stream. Both know no other place to meet than this module.
+vLLM puts what a connector tells into whole answers only. Figures go to the server's process all the same, a moment after the
+tokens of the same step; with them goes what was told (`vllm.Figures`), and `headers.RouterHeaders`, which the same process loads
+by its name, writes it into the stream. Both know no other place to meet than this module.
 """
 
 from __future__ import annotations
