@@ -34,7 +34,8 @@ SERVE_ORDER = re.findall(
     r"\w+",
     """
     protocol settings keys sessions freezing disk shelf forms sampling duet decoding healing switching ahead relay engine routing
-    upstream ledger passing remote loading calibrating schema calls replies answering metrics tracing doors speaking gateway external vllm
+    upstream ledger passing remote loading calibrating schema calls replies answering metrics tracing doors speaking gateway
+    external vllm
     """,
 )
 
