@@ -1,6 +1,6 @@
 """A vLLM server without a model: its endpoints, its connector's rules for kept caches, and faults as knobs.
 
-Ids are bytes, moved by an offset of its own. What it says follows from the text that it read alone, so that servers with different
+Ids are bytes, moved by an offset of its own. What it says follows from the text that it read alone, so that servers with other
 ids say the same. The middleware around it is the real one.
 """
 

@@ -557,11 +557,11 @@ def test_drain_lets_answers_end_and_cuts_what_is_left() -> None:
 
 def test_one_tenant_fills_its_own_places_only() -> None:
     fake = FakeVllm(silent=True)
-    with gateway(fake, max_rows=1, max_queue=1) as (_, _, http):
+    with gateway(fake, max_rows=1, max_queue=1) as (_, served, http):
         got: list[int] = []
 
         def post() -> None:
-            got.append(httpx.post(f"{http.base_url}v1/chat/completions", json=TEXTS, timeout=30).status_code)
+            got.append(httpx.post(f"{served.url}/v1/chat/completions", json=TEXTS, timeout=30).status_code)
 
         threads = [threading.Thread(target=post) for _ in range(2)]
         for thread in threads:

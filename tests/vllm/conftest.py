@@ -21,6 +21,10 @@ from kvlingo.store import load_translator, save_translator
 
 HERE = Path(__file__).parent
 STRANGER = "f" * 64  # the fingerprint of a source that does not exist: its translator is wrong, so what leaks is seen
+TEMPLATE = (
+    "{% for message in messages %}### {{ message['role'] }}: {{ message['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}### assistant: {% endif %}"
+)
 LOOKUP_SECONDS, LOAD_SECONDS = 5.0, 4.0
 
 
@@ -89,15 +93,23 @@ class Fleet:
         """Stop a server; the next `get` starts another one."""
         self.running.pop(name).stop()
 
-    def _faulty(self, model: Path, log: Path, options: dict[str, Any]) -> Server:
-        environment = {"KVLINGO_TEST_FAULTS": str(self.faults)}
-        return start_server(model, log, options, module="tests.vllm.faulty", environment=environment)
+    def _faulty(self, name: str, log: Path, options: dict[str, Any]) -> Server:
+        """One whose store has faults, and that reads chats: the gateway stands before these two."""
+        return start_server(
+            self.place / "twins" / name,
+            log,
+            options,
+            module="tests.vllm.faulty",
+            environment={"KVLINGO_TEST_FAULTS": str(self.faults)},
+            arguments=["--chat-template", TEMPLATE],
+            name=name,
+        )
 
     def _source(self, log: Path) -> Server:
-        return self._faulty(self.place / "twins" / "source", log, self.options())
+        return self._faulty("source", log, self.options())
 
     def _target(self, log: Path) -> Server:
-        return self._faulty(self.place / "twins" / "target", log, self.options("twins"))
+        return self._faulty("target", log, self.options("twins"))
 
     def _sync(self, log: Path) -> Server:
         """Loading within a step, and prompts read in pieces."""
