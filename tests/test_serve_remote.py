@@ -24,7 +24,7 @@ from kvlingo.serve.keys import digest_of
 from kvlingo.serve.ledger import Ledger, Owner, Record, common, marks, plain_text
 from kvlingo.serve.loading import build_engine, find_engine
 from kvlingo.serve.routing.rules import Calibrated, Rules
-from kvlingo.serve.settings import Settings
+from kvlingo.serve.settings import Settings, read_settings
 from tests.fake_engine import Serving, serving
 from tests.fake_vllm import FakeVllm, Running, Store, running, shared, start
 
@@ -621,6 +621,17 @@ def test_threshold_routes_and_an_unknown_pair_is_refused() -> None:
 def test_settings_that_don_t_go_together_are_refused(more: dict[str, Any], match: str) -> None:
     with pytest.raises(BadInput, match=match):
         Settings(**more)
+
+
+def test_the_engine_is_set_by_environment_file_or_flag(tmp_path: Path) -> None:
+    file = tmp_path / "kvlingo.toml"
+    file.write_text('engine = "vllm=http://file:1, http://file:2/"\nengine_salt = "grain"\n')
+    settings, _ = read_settings({}, {}, file)
+    assert (settings.engine_urls, settings.engine_salt) == (("http://file:1", "http://file:2"), "grain")
+    settings, _ = read_settings({}, {"KVLINGO_ENGINE": "vllm=http://env:1", "KVLINGO_ENGINE_KEY": "k"}, file)
+    assert (settings.engine_urls, settings.engine_key) == (("http://env:1",), "k")
+    settings, origin = read_settings({"engine": "vllm=http://flag:1"}, {"KVLINGO_ENGINE": "vllm=http://env:1"}, file)
+    assert (settings.engine_urls, origin["engine"]) == (("http://flag:1",), "the command line")
 
 
 def test_secrets_are_not_shown() -> None:
