@@ -34,7 +34,8 @@ SERVE_ORDER = re.findall(
     r"\w+",
     """
     protocol settings keys sessions freezing disk shelf forms sampling duet decoding healing switching ahead relay engine routing
-    loading calibrating schema calls replies answering metrics tracing doors speaking gateway external vllm
+    upstream ledger passing remote loading calibrating schema calls replies answering metrics tracing doors speaking gateway
+    external vllm
     """,
 )
 
@@ -47,7 +48,7 @@ ROUTING_ORDER = re.findall(
 EXTERNAL_ORDER = re.findall(
     r"\w+",
     """
-    refusals versions threads options entries stores matching carrying scheduling working headers twins servers checking
+    refusals versions threads options entries stores matching carrying scheduling working telling headers twins servers checking
     """,
 )
 

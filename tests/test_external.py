@@ -964,3 +964,42 @@ def test_a_self_test_that_fails_has_an_exit_code_of_its_own(
         main(["vllm-check", "--json"])
     assert left.value.code == 3
     assert "FAILED: so is the next turn (it is not)" in capsys.readouterr().out
+
+
+def test_a_stream_s_client_is_told_when_the_step_that_reads_its_prompt_has_ended(
+    desk: Desk, store: FolderStore, source: LanguageModel
+) -> None:
+    """Steps are begun before older ones have ended; what is told is what was true at the end of the request's own."""
+    ids, tell = prompt(), new_id()
+    desk.arrive(arrival(ids, params={"kvlingo": {"load": keep(store, source, ids), "tell": tell}}))
+    assert ask(desk)
+    desk.allocated("r", [7, 2, 9, 4], TOKENS - 1)
+    assert desk.has_untold
+    desk.begin_step({"r": 40})
+    desk.begin_step({"r": TOKENS})
+    assert not desk.has_untold
+    assert desk.end_step() == {}
+    desk.failed("r", "corrupt", "bits fell over")
+    (told,) = desk.end_step().values()
+    assert (told["status"], told["reason"]) == ("fallback_reprefill", "corrupt")
+    assert told["prompt"] == {"native": 0, "translated": 0, "recomputed": TOKENS}
+    assert desk.counts["fallback_reprefill"] == 0  # it is counted once, at its end
+    assert desk.end_step() == {}
+
+
+def test_a_client_without_a_kept_cache_is_told_what_the_prefix_cache_held(desk: Desk) -> None:
+    tell = new_id()
+    assert desk.arrive(arrival(prompt(), params={"kvlingo": {"tell": tell}}, salt="mine")) is None
+    assert ask(desk, 32) == 0
+    desk.begin_step({"r": TOKENS})
+    desk.finished("r", prompt(), [1], whole=True)  # its first token is its last
+    assert desk.end_step() == {tell: {"prompt": {"native": 32, "translated": 0, "recomputed": TOKENS - 32}}}
+
+
+def test_a_step_that_never_ends_keeps_nobody_waiting_for_ever(desk: Desk) -> None:
+    for number in range(40):
+        desk.arrive(arrival(prompt(), id=f"r{number}", params={"kvlingo": {"tell": new_id()}}))
+        desk.matched(f"r{number}", 0)
+        desk.begin_step({f"r{number}": TOKENS})
+    assert len(desk.end_step()) == 25
+    assert len(desk.end_step()) == 1

@@ -302,6 +302,10 @@ class LocalEngine:
         gauges = {"cache_bytes": self._sessions.num_bytes, "cache_snapshots": len(self._sessions)}
         return {name: float(value) for name, value in {**total, **gauges}.items()}
 
+    async def away(self) -> Sequence[str]:
+        """Return nothing: all models are here."""
+        return ()
+
     async def drain(self, timeout_s: float) -> None:
         """Take no more requests, wait for those that run, cancel what is left; the workers end before their next token."""
         self._draining = True

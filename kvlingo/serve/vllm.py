@@ -42,6 +42,7 @@ from kvlingo.serve.external.matching import Matcher, read_link
 from kvlingo.serve.external.options import Options, read_options
 from kvlingo.serve.external.scheduling import NO_BLOCK, Arrival, Desk, Load, Orders
 from kvlingo.serve.external.stores import open_store
+from kvlingo.serve.external.telling import BOARD
 from kvlingo.serve.external.versions import refuse_version
 from kvlingo.serve.external.working import Layers, Worker
 
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 IDLE_SECONDS = 0.001
 NULL_BLOCK = 0  # vLLM's block pool keeps this one for "nothing is kept here"
+TOLD = "told"
 MODEL_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -281,7 +283,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class Stats(KVConnectorStats):
-    """Counts of one interval, by their names."""
+    """Counts of one interval, by their names, and under `TOLD` what became of requests."""
 
     def reset(self) -> None:
         """Forget them."""
@@ -289,11 +291,13 @@ class Stats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another interval."""
-        return Stats(dict(Counter(self.data) + Counter(other.data)))
+        told = {**self.data.get(TOLD, {}), **other.data.get(TOLD, {})}
+        counts = Counter(self.reduce()) + Counter(Stats(other.data).reduce())
+        return Stats({**counts, **({TOLD: told} if told else {})})
 
     def reduce(self) -> dict[str, int | float]:
         """Return what is logged."""
-        return dict(self.data)
+        return {what: count for what, count in self.data.items() if what != TOLD}
 
     def is_empty(self) -> bool:
         """Tell whether there is nothing."""
@@ -301,7 +305,10 @@ class Stats(KVConnectorStats):
 
 
 class Figures(KVConnectorPromMetrics):
-    """`vllm:kvlingo_total`, by what happened: requests by status and reason, tokens by kind, caches kept."""
+    """`vllm:kvlingo_total`, by what happened: requests by status and reason, tokens by kind, caches kept.
+
+    Made in the server's process, which is told with the counts what became of streamed requests.
+    """
 
     def __init__(
         self,
@@ -311,6 +318,7 @@ class Figures(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        BOARD.about = about(vllm_config)
         self._counter = self._counter_cls(
             name="vllm:kvlingo",
             documentation="KV-Lingo: what happened, and how often.",
@@ -319,7 +327,8 @@ class Figures(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the counts of one interval."""
-        for what, count in transfer_stats_data.items():
+        BOARD.put(transfer_stats_data.get(TOLD, {}))
+        for what, count in Stats(transfer_stats_data).reduce().items():
             self._counter.labels(*self.per_engine_labelvalues[engine_idx], what).inc(count)
 
 
@@ -383,6 +392,7 @@ class KVLingoConnector(KVConnectorBase_V1):
         """Hand over what has been ordered."""
         if not scheduler_output.total_num_scheduled_tokens and self._desk.waiting():
             time.sleep(IDLE_SECONDS)  # an engine that has nothing else to do asks without a pause
+        self._desk.begin_step(_computed(scheduler_output) if self._desk.has_untold else {})
         return Metadata(self._desk.orders())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -409,7 +419,8 @@ class KVLingoConnector(KVConnectorBase_V1):
             return None
         new = self._desk.counts - self._told_counts
         self._told_counts = Counter(self._desk.counts)
-        return Stats(dict(new)) if new else None
+        told = self._desk.end_step()
+        return Stats({**new, **({TOLD: told} if told else {})}) if new or told else None
 
     # --- the workers' half ---
 
@@ -544,6 +555,28 @@ def _desk(config: VllmConfig, options: Options, keeps: bool) -> Desk:
     elif not keeps:
         raise BadInput("kv_role is kv_consumer and no translators are given; name the folders that kvlingo fit wrote")
     return Desk(matcher, options, saves=keeps)
+
+
+def about(config: VllmConfig) -> dict[str, Any]:
+    """Say what a server's connector does, for who sends it requests."""
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    options = read_options(transfer.kv_connector_extra_config)
+    servers = getattr(config.parallel_config, "_api_process_count", 1)
+    return {
+        "keeps": bool(transfer.is_kv_producer),
+        "loads": bool(transfer.is_kv_consumer and options.translators),
+        "tells": servers == 1,  # of several processes vLLM sends the figures to one
+        "expires_seconds": options.expires_seconds,
+    }
+
+
+def _computed(scheduler_output: SchedulerOutput) -> dict[str, int]:
+    """Return how many tokens of each request are computed when this step has ended."""
+    cached, scheduled = scheduler_output.scheduled_cached_reqs, scheduler_output.num_scheduled_tokens
+    before = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return {request: tokens + scheduled.get(request, 0) for request, tokens in before.items()}
 
 
 def _salt(request: Request, salt: str | None) -> None:

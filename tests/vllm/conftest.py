@@ -33,6 +33,10 @@ from kvlingo.store import load_translator, save_translator
 
 HERE = Path(__file__).parent
 STRANGER = "f" * 64  # the fingerprint of a source that does not exist: its translator is wrong, so what leaks is seen
+TEMPLATE = (
+    "{% for message in messages %}### {{ message['role'] }}: {{ message['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}### assistant: {% endif %}"
+)
 LOOKUP_SECONDS, LOAD_SECONDS = 5.0, 4.0
 ADAPTERS, RANK = ("one", "two"), 4
 PIECE = 256  # tokens of a prompt that the server `sync` reads at a time
@@ -138,15 +142,23 @@ class Fleet:
         for server in ended:
             server.stop()
 
-    def _faulty(self, model: Path, log: Path, options: dict[str, Any]) -> Server:
-        environment = {"KVLINGO_TEST_FAULTS": str(self.faults)}
-        return start_server(model, log, options, module="tests.vllm.faulty", environment=environment)
+    def _faulty(self, name: str, log: Path, options: dict[str, Any]) -> Server:
+        """One whose store has faults, and that reads chats: the gateway stands before these two."""
+        return start_server(
+            self.place / "twins" / name,
+            log,
+            options,
+            module="tests.vllm.faulty",
+            environment={"KVLINGO_TEST_FAULTS": str(self.faults)},
+            arguments=["--chat-template", TEMPLATE],
+            name=name,
+        )
 
     def _source(self, log: Path) -> Server:
-        return self._faulty(self.place / "twins" / "source", log, self.options())
+        return self._faulty("source", log, self.options())
 
     def _target(self, log: Path) -> Server:
-        return self._faulty(self.place / "twins" / "target", log, self.options("twins"))
+        return self._faulty("target", log, self.options("twins"))
 
     def _sync(self, log: Path) -> Server:
         """Loading within a step, prompts read in pieces, and two adapters."""

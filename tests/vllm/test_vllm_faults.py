@@ -243,7 +243,7 @@ def test_a_request_that_makes_no_sense(fleet: Fleet, asked: dict[str, object]) -
 
 def test_logprobs_of_the_prompt_need_the_prompt_to_be_read(fleet: Fleet) -> None:
     ids, key, _ = kept(fleet, 231)
-    body = {"model": "model", "prompt": ids, "max_tokens": 1, "prompt_logprobs": 1}
+    body = {"model": "target", "prompt": ids, "max_tokens": 1, "prompt_logprobs": 1}
     reply = fleet.get("target").post("/v1/completions", body | {"kv_transfer_params": {"kvlingo": {"load": key}}})
     assert reply["kv_transfer_params"]["kvlingo"]["status"] == "unsupported"
 

@@ -14,7 +14,7 @@ import hmac
 import json
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,8 @@ from kvlingo.serve.external.threads import Job, Threads
 APPLIED = "applied"
 SALT_PREFIX = "kvlingo:"
 NO_BLOCK = -1
+MOST_STEPS = 16
+"""So many steps of an engine are under way at most; one that is never ended is taken for ended then."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,9 @@ class Desk:
         self._cases: dict[str, Case] = {}
         self._orders = Orders()
         self._loading: set[str] = set()
+        self._untold: set[str] = set()
+        self._steps = deque[list[str]]()
+        self._news: dict[str, dict[str, Any]] = {}
         self.counts = Counter[str]()
 
     # --- a request comes ---
@@ -134,6 +139,8 @@ class Desk:
             return None
         case = Case(arrival, wish, time.monotonic() + self.options.lookup_seconds)
         self._cases[arrival.id] = case
+        if wish.tell is not None:
+            self._untold.add(arrival.id)
         if wish.load is None:
             return None
         case.refused = self._unusable(arrival)
@@ -251,6 +258,36 @@ class Desk:
         """Add what workers have counted."""
         self.counts.update(counts)
 
+    # --- it has its first token ---
+
+    @property
+    def has_untold(self) -> bool:
+        """Tell whether a request waits for its first token whose client wants to know by then what became of it."""
+        return bool(self._untold)
+
+    def begin_step(self, computed: Mapping[str, int]) -> None:
+        """Note a step of the engine, with how many tokens of each request are computed when it has ended."""
+        whole = [
+            request for request in self._untold if computed.get(request, 0) >= len(self._cases[request].arrival.ids)
+        ]
+        self._untold.difference_update(whole)
+        self._steps.append(whole)
+
+    def end_step(self) -> dict[str, dict[str, Any]]:
+        """Note that the oldest step has ended; return what became of the requests that were read by then, by their `tell`."""
+        while self._steps:
+            for request in self._steps.popleft():
+                self._tell_begun(request)
+            if len(self._steps) < MOST_STEPS:
+                break
+        news, self._news = self._news, {}
+        return news
+
+    def _tell_begun(self, request: str) -> None:
+        case = self._cases.get(request)
+        if case is not None and case.wish.tell is not None:
+            self._news[case.wish.tell] = begun(case)
+
     # --- it ends ---
 
     def finished(
@@ -263,6 +300,9 @@ class Desk:
             whole: it ended by itself. One that was cut off is kept under an id of its client's own only.
             lost: the engine has let go of blocks that a sliding window left behind.
         """
+        if any(request in step for step in self._steps):
+            self._tell_begun(request)  # its first token is its last one
+        self._untold.discard(request)
         case = self._cases.pop(request, None)
         if case is None:
             return False, None
@@ -294,20 +334,27 @@ class Desk:
         return keeps, {PARAMS: told} if told else None
 
     def _told(self, case: Case) -> dict[str, Any]:
-        status = case.refused.status if case.refused is not None else APPLIED
-        self.counts[status] += 1
-        told: dict[str, Any] = {"status": status}
-        total = len(case.arrival.ids)
-        reused, translated = case.native, case.translated
-        told["prompt"] = {"native": reused, "translated": translated, "recomputed": total - reused - translated}
+        told = begun(case)
+        self.counts[told["status"]] += 1
         for kind, count in told["prompt"].items():
             self.counts[f"tokens_{kind}"] += count
         if case.refused is not None:
-            told |= {"reason": case.refused.reason, "why": case.refused.why}
             self.counts[f"refused_{case.refused.reason}"] += 1
-        elif case.plan is not None:
-            told["plan"] = str(case.plan)
         return told
+
+
+def begun(case: Case) -> dict[str, Any]:
+    """Say how a request's prompt came to be read; without a status where no kept cache was asked for."""
+    total, reused, translated = len(case.arrival.ids), case.native, case.translated
+    told: dict[str, Any] = {}
+    if case.wish.load is not None or case.refused is not None:
+        told["status"] = case.refused.status if case.refused is not None else APPLIED
+    told["prompt"] = {"native": reused, "translated": translated, "recomputed": total - reused - translated}
+    if case.refused is not None:
+        told |= {"reason": case.refused.reason, "why": case.refused.why}
+    elif case.plan is not None:
+        told["plan"] = str(case.plan)
+    return told
 
 
 def translated_until(case: Case) -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 from kvlingo.errors import BadInput
 from kvlingo.serve.protocol import (
     AUTO,
+    Away,
     Begun,
     Busy,
     Done,
@@ -37,7 +38,7 @@ from kvlingo.serve.routing.choosing import Choice, Heard, Router
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-CANT = (TooLong, Unsupported)
+CANT = (TooLong, Unsupported, Away)
 """What one model can't serve and another may."""
 
 COUNTED = ("routed", "routed_to_the_other", "routed_tokens_discarded")
@@ -109,6 +110,12 @@ class RoutedEngine:
         """Return the engine's figures, and how often the router chose, was overruled, and let tokens be said for nothing."""
         with self._counting:
             return {**self._engine.stats(), **{name: float(value) for name, value in self._counts.items()}}
+
+    async def away(self) -> Sequence[str]:
+        """Return the engine's; `auto` is away where both of its models are."""
+        away = list(await self._engine.away())
+        pair = (self._router.pair.small, self._router.pair.big)
+        return [*away, *([AUTO] if all(name in away for name in pair) else [])]
 
     async def drain(self, timeout_s: float) -> None:
         """Drain the engine."""
@@ -226,6 +233,8 @@ class RoutedEngine:
                 return f"{name} can't serve {error.param}"
             case Busy():
                 return f"the queue of {name} is full"
+            case Away():
+                return f"the server of {name} does not answer"
         return f"{name} is shutting down"
 
     def _has_more_room(self, name: str, error: Exception) -> bool:
