@@ -26,10 +26,11 @@ from kvlingo.serve.external import checking, entries, twins, versions
 from kvlingo.serve.external.carrying import Carry, Target, fetch, head_range, lifted, placed, side_of, translate
 from kvlingo.serve.external.entries import Entry, checked_id, merge, new_id, tenant_of
 from kvlingo.serve.external.matching import Link, Match, Matcher, by_tokens, plan_match, read_link, read_wish
+from kvlingo.serve.external.opening import open_store
 from kvlingo.serve.external.options import Options, read_options
 from kvlingo.serve.external.refusals import Refused
 from kvlingo.serve.external.scheduling import Arrival, Desk, Load, Orders, Save
-from kvlingo.serve.external.stores import FolderStore, open_store
+from kvlingo.serve.external.stores import FolderStore
 from kvlingo.serve.external.threads import Threads
 from kvlingo.serve.external.working import Layers, Told, Worker
 
@@ -593,10 +594,9 @@ def test_a_load_that_fails_is_told_once(
         worker._options = replace(worker._options, load_seconds=0.05)
         store.data = lambda *_: time.sleep(0.5) or b""  # type: ignore[method-assign, func-returns-value]
     elif fault == "expired":
-        entry = entries.parse(store.manifests(key)[0], key)
-        store.put(
-            key, 0, entries.describe(replace(entry, expires=time.time() - 1)), store.data(key, 0), time.time() + 60
-        )
+        entry, data = entries.parse(store.manifests(key)[0], key), store.data(key, 0)
+        store.delete(key)
+        store.put(key, 0, entries.describe(replace(entry, expires=time.time() - 1)), data, time.time() + 60)
     worker.start(Orders(loads=[load]))
     told = wait_for(worker, "received")
     expected = {"deleted": "gone", "kernel": "error", "late": "store_slow"}.get(fault, fault)
