@@ -1,7 +1,8 @@
 """Kept caches in a Mooncake store: a master that knows places, and processes that lend it memory.
 
-Knows Mooncake's objects, which are written once and thrown out when the memory that was lent is full. Does not know what the bytes
-mean. Engines lend nothing here, so that one that ends takes nothing along: a `mooncake_client` does, and its size is the store's.
+Knows Mooncake's objects, which are written once and thrown out when the memory that was lent is full. Does not know what the
+bytes mean. Engines lend nothing here, so that one that ends takes nothing along: a `mooncake_client` does, and its size is the
+store's.
 
     kvlingo/ID/RANK              when it expires, under which name how many pieces are, and then the manifest
     kvlingo/ID/RANK/NAME/NUMBER  a piece
@@ -27,6 +28,7 @@ from kvlingo.serve.external.stores import gone, pieces, refuse_larger, taken
 PIECE_BYTES = 4 << 20
 BUFFER_BYTES = 64 << 20  # of each process, for what is under way: threads of one engine, a piece each
 REACH_SECONDS = 5.0
+READS = 2
 OPTIONS = ("host", "protocol", "device", "metadata")
 HEAD = re.compile(rb"(\d{1,16}) ([0-9a-f]{16}) (\d{1,9})\n")
 
@@ -40,7 +42,7 @@ USUAL = {
 }
 
 # Mooncake's answers, `mooncake-store/include/types.h`.
-NO_ROOM, NOT_THERE, TIMED_OUT = -200, -704, -901
+NO_ROOM, NOT_YET, NOT_THERE, TIMED_OUT = -200, -703, -704, -901
 
 
 @dataclass(frozen=True)
@@ -121,14 +123,14 @@ class MooncakeStore:
         refuse_larger(len(manifest) + len(data), self.max_bytes)
         head, parts = _place(key, rank), pieces(data, PIECE_BYTES)
         name = secrets.token_hex(8)
+        start = b"%d %s %d\n" % (int(expires * 1000), name.encode(), len(parts))
         if self._head(key, rank) is not None:
             raise taken()
         try:
             for number, piece in enumerate(parts):
                 self._write(f"{head}/{name}/{number}", piece)
-            self._write(head, b"%d %s %d\n" % (int(expires * 1000), name.encode(), len(parts)) + manifest)
-            written = self._head(key, rank)
-            if written is None or written[1] != name:
+            self._write(head, start + manifest)
+            if not (self._read(head) or b"").startswith(start):
                 raise taken()
         except Refused:
             for number in range(len(parts)):
@@ -142,12 +144,16 @@ class MooncakeStore:
 
     def _read(self, place: str) -> bytes | None:
         """Return an object, or None where there is none."""
-        data: bytes = self._store.get(place)
-        if data:
-            return data
-        code = self._store.get_size(place)  # an object has bytes: so why was none read?
-        if code == NOT_THERE:
-            return None
+        code = 0
+        for _ in range(READS):
+            data = bytes(self._store.get(place))
+            if data:
+                return data
+            code = self._store.get_size(place)  # an object has bytes: so why was none read?
+            if code in (NOT_THERE, NOT_YET):
+                return None
+            if code < 0:
+                break  # else it came between the two questions
         raise _refused(code)
 
     def _head(self, key: str, rank: int) -> tuple[float, str, int, bytes] | None:
@@ -190,7 +196,7 @@ class MooncakeStore:
         rank, code = 0, 0
         while code != NOT_THERE:  # heads first: what has none is not there
             code = self._store.remove(_place(key, rank), True)
-            if code not in (0, NOT_THERE):
+            if code not in (0, NOT_THERE, NOT_YET):
                 raise _refused(code)
             rank += 1
         code = self._store.remove_by_regex(f"^kvlingo/{re.escape(key)}/.*", True)
@@ -208,4 +214,5 @@ def _refused(code: int) -> Refused:
         return Refused("store_full", "the store of kept caches has no room")
     if code == TIMED_OUT:
         return Refused("store_slow", "the store of kept caches did not answer in time")
-    return Refused("store_down", f"the store of kept caches: Mooncake answered {code}")
+    told = f"Mooncake answered {code}" if code < 0 else "an object of Mooncake's can't be read"
+    return Refused("store_down", f"the store of kept caches: {told}")
