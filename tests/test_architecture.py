@@ -48,7 +48,8 @@ ROUTING_ORDER = re.findall(
 EXTERNAL_ORDER = re.findall(
     r"\w+",
     """
-    refusals versions threads options entries stores matching carrying scheduling working telling headers twins servers checking
+    refusals versions threads options entries stores redis_store mooncake_store opening
+    matching carrying scheduling working telling headers twins servers checking
     """,
 )
 
@@ -62,7 +63,14 @@ MAY_IMPORT_FASTAPI = {"gateway"}
 MAY_IMPORT_SKLEARN = {"learning"}
 
 # These are extras too.
-EXTRAS = {"llguidance": "forms", "opentelemetry": "tracing", "mlx": "mlx_library", "mlx_lm": "mlx_library"}
+EXTRAS = {
+    "llguidance": "forms",
+    "opentelemetry": "tracing",
+    "mlx": "mlx_library",
+    "mlx_lm": "mlx_library",
+    "redis": "redis_store",
+    "mooncake": "mooncake_store",
+}
 
 # Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen
 # through these. The last one makes models from configs, with random weights, to be timed.

@@ -39,9 +39,9 @@ from vllm.v1.request import RequestStatus
 from kvlingo.errors import BadInput, UnsupportedModel
 from kvlingo.serve.external.carrying import Target, head_range, map_anew, read_checkpoint, side_of
 from kvlingo.serve.external.matching import Matcher, read_link
+from kvlingo.serve.external.opening import open_store
 from kvlingo.serve.external.options import Options, read_options
 from kvlingo.serve.external.scheduling import NO_BLOCK, Arrival, Desk, Load, Orders
-from kvlingo.serve.external.stores import open_store
 from kvlingo.serve.external.telling import BOARD
 from kvlingo.serve.external.versions import refuse_version
 from kvlingo.serve.external.working import Layers, Worker

@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from kvlingo.errors import KVLingoError
 from kvlingo.models import load_model
 from kvlingo.serve.external.entries import Entry, describe, new_id, parse
+from kvlingo.serve.external.redis_store import PASSWORD
 from kvlingo.serve.external.servers import HYBRID, Server, start_server, transfer_of
-from kvlingo.serve.external.stores import FolderStore
+from kvlingo.serve.external.stores import FolderStore, Store
 from kvlingo.serve.external.twins import (
     DIM,
     HEADS,
@@ -30,6 +31,7 @@ from kvlingo.serve.external.twins import (
 )
 from kvlingo.serve.external.versions import installed, refuse_version
 from kvlingo.store import load_translator, save_translator
+from tests.store_servers import RedisServer
 
 HERE = Path(__file__).parent
 STRANGER = "f" * 64  # the fingerprint of a source that does not exist: its translator is wrong, so what leaks is seen
@@ -40,6 +42,7 @@ TEMPLATE = (
 LOOKUP_SECONDS, LOAD_SECONDS = 5.0, 4.0
 ADAPTERS, RANK = ("one", "two"), 4
 PIECE = 256  # tokens of a prompt that the server `sync` reads at a time
+REDIS_PASSWORD = "only in the environment"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -101,6 +104,7 @@ class Fleet:
 
     place: Path
     running: dict[str, Server] = field(default_factory=dict)
+    redis: RedisServer | None = None
 
     @property
     def store(self) -> FolderStore:
@@ -240,21 +244,37 @@ class Fleet:
     def _target_of_two(self, log: Path) -> Server:
         return self._two_ranks("target", log, self.options("twins"))
 
+    def _with_redis(self, model: str, log: Path, made: str | None) -> Server:
+        assert self.redis is not None
+        return start_server(
+            self.place / "twins" / model,
+            log,
+            self.options(made, store=self.redis.url),
+            environment={PASSWORD: REDIS_PASSWORD},
+        )
+
+    def _source_redis(self, log: Path) -> Server:
+        return self._with_redis("source", log, None)
+
+    def _target_redis(self, log: Path) -> Server:
+        return self._with_redis("target", log, "twins")
+
     def set_faults(self, **faults: Any) -> None:
         """Say what is wrong with the store from now on; nothing by default."""
         self.faults.write_text(json.dumps(faults))
 
-    def relabel(self, key: str, change: Callable[[Entry], Entry]) -> str:
+    def relabel(self, key: str, change: Callable[[Entry], Entry], store: Store | None = None) -> str:
         """Keep a copy of a kept cache under a new id, with something else said of it."""
-        wait_until(lambda: bool(self.store.manifests(key)))  # its client has the id before the cache is put away
-        entry, data, new = parse(self.store.manifests(key)[0], key), self.store.data(key, 0), new_id()
+        store = store or self.store
+        wait_until(lambda: bool(store.manifests(key)))  # its client has the id before the cache is put away
+        entry, data, new = parse(store.manifests(key)[0], key), store.data(key, 0), new_id()
         entry = replace(change(entry), id=new)
-        self.store.put(new, 0, describe(entry), data, max(entry.expires, entry.created + 600))
+        store.put(new, 0, describe(entry), data, max(entry.expires, entry.created + 600))
         return new
 
-    def as_strangers(self, key: str) -> str:
+    def as_strangers(self, key: str, store: Store | None = None) -> str:
         """Return the same cache as one that only the wrong translator reads."""
-        return self.relabel(key, lambda entry: replace(entry, fingerprint=STRANGER))
+        return self.relabel(key, lambda entry: replace(entry, fingerprint=STRANGER), store)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from kvlingo.serve.external.entries import Entry, describe, pack, parse
 from kvlingo.serve.external.options import Options
 from kvlingo.serve.external.refusals import Refused
 from kvlingo.serve.external.scheduling import Load, Orders, Save
-from kvlingo.serve.external.stores import Store
+from kvlingo.serve.external.stores import Store, taken
 from kvlingo.serve.external.threads import Job, Threads
 
 UNSAVED_PER_THREAD = 4
@@ -159,7 +159,7 @@ class Worker:
         try:
             assert self._side is not None
             if any(parse(data, save.key).rank == self._rank for data in self._store.manifests(save.key)):
-                raise Refused("taken", "a cache is kept under this id already")
+                raise taken()  # before it is packed; the store itself looks again, at once with writing
             self._keep(save, lifted(layers, self._side.rotary), self._side)
         except Refused as refused:
             self._count(f"save_failed_{refused.reason}")
