@@ -21,8 +21,9 @@ ORDER = re.findall(
     texts stats ridge features maps folding translator corpus metrics trust confidence signs handoff generation
     mlx_library mlx_rotation mlx_models mlx_caches mlx_maps mlx timing calibration arms
     shapes public_shapes collecting judging fitting whitening objective distillation environment report evaluation quantised
-    frontier reliability drift questions manifest readme store workplace assets plots progress facts jobs trials benchmark
-    mlx_bench mapper_files interchange sheets demo commands cli
+    frontier reliability drift questions contexts prompts
+    manifest readme store workplace assets plots progress facts jobs trials benchmark
+    harness_arms harness_model harness mlx_bench mapper_files interchange sheets demo commands cli
     """,
 )
 
@@ -59,6 +60,9 @@ MAY_IMPORT_FASTAPI = {"gateway"}
 
 # scikit-learn fits a router here; serving one needs no part of it.
 MAY_IMPORT_SKLEARN = {"learning"}
+
+# lm-eval's model type is made of its classes: registered by name, so that nothing imports it.
+MAY_IMPORT_LM_EVAL = {"harness_model", "harness"}
 
 # These are extras too.
 EXTRAS = {"llguidance": "forms", "opentelemetry": "tracing", "mlx": "mlx_library", "mlx_lm": "mlx_library"}
@@ -212,6 +216,15 @@ def test_vllm_sits_in_one_module_that_nothing_imports(source: Path) -> None:
     names = imported(ast.walk(tree_of(source)))
     assert "kvlingo.serve.vllm" not in names
     assert "vllm" not in {name.split(".")[0] for name in names} or source.stem in MAY_IMPORT_VLLM
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_lm_eval_sits_in_two_modules(source: Path) -> None:
+    names = imported(ast.walk(tree_of(source)))
+    assert "kvlingo.harness_model" not in names
+    assert "lm_eval" not in {name.split(".")[0] for name in names} or source.stem in MAY_IMPORT_LM_EVAL
+    at_top = {name.split(".")[0] for name in imported(iter(tree_of(source).body))}
+    assert "lm_eval" not in at_top or source.stem == "harness_model"
 
 
 def test_the_order_is_seen_to_be_broken() -> None:
