@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvlingo.jobs import Say, Where
 from kvlingo.metrics import cluster_bootstrap, estimates
 from kvlingo.progress import progress_bar
 from kvlingo.questions import beats
+from kvlingo.workplace import model_names
 
 MODEL_TYPE = "kvlingo"
 IMPLEMENTATION = "kvlingo.harness_model:KVLingoLM"
@@ -41,6 +42,7 @@ class HarnessOptions:
         shots: solved examples before each question; the task's own number if None.
         limit: items of each task; all if None.
         chat: render contexts as chats: for the target by its template, for the source by its own.
+        lengths: of contexts that a task makes itself, in the target's tokens (RULER).
     """
 
     tasks: tuple[str, ...]
@@ -52,6 +54,7 @@ class HarnessOptions:
     chat: bool = False
     system: str | None = None
     max_length: int | None = None
+    lengths: tuple[int, ...] = ()
     dial: Dial = field(default_factory=Dial)
     seed: int = 0
 
@@ -72,20 +75,23 @@ def register() -> None:
         model_registry.register(MODEL_TYPE, target=IMPLEMENTATION)
 
 
-def known_tasks(names: Sequence[str], include: Path | None) -> Any:
-    """Return lm-eval's manager of tasks. Raises `BadInput` for a name that it does not know."""
+def known_tasks(names: Sequence[str], include: Path | None, metadata: Mapping[str, Any] | None = None) -> Any:
+    """Return lm-eval's manager of tasks; `metadata` goes to tasks that make their own texts.
+
+    Raises:
+        BadInput: lm-eval does not know a name.
+    """
     from lm_eval.tasks import TaskManager
 
+    made_with = dict(metadata or {})
     if include is not None:  # reading lm-eval's own thousands of files takes a minute: not where they aren't needed
-        manager = TaskManager(include_path=str(include), include_defaults=False)
+        manager = TaskManager(include_path=str(include), include_defaults=False, metadata=made_with)
         if all(name in manager.all_tasks for name in names):
             return manager
-    manager = TaskManager(include_path=None if include is None else str(include))
+    manager = TaskManager(include_path=None if include is None else str(include), metadata=made_with)
     unknown = unknown_tasks(names, manager)
     if unknown:
-        raise BadInput(
-            f"lm-eval {metadata.version('lm_eval')} has no task {unknown[0]!r}; `lm-eval ls tasks` lists them"
-        )
+        raise BadInput(f"lm-eval {version('lm_eval')} has no task {unknown[0]!r}; `lm-eval ls tasks` lists them")
     return manager
 
 
@@ -106,7 +112,9 @@ def run_harness(
 ) -> dict[str, Any]:
     """Run tasks on every arm with models that are loaded once; return plain values that `json` writes."""
     register()
-    manager = known_tasks(options.tasks, options.include)
+    _, target_place = model_names(folder, source_name, target_name)
+    made_with = {"tokenizer": target_place, **({"max_seq_lengths": list(options.lengths)} if options.lengths else {})}
+    manager = known_tasks(options.tasks, options.include, made_with)
     cast = load_cast(TRANSLATED, source_name, target_name, folder, where or Where(), everyone=True)
     results = {}
     for arm in map(check_arm, options.arms):
@@ -120,7 +128,7 @@ def run_harness(
         "options": json.loads(json.dumps(asdict(options), default=str)),
         **compared(results, options.seed),
         "held": {arm: result["config"]["kvlingo"] for arm, result in results.items()},
-        "lm_eval": {"version": metadata.version("lm_eval"), "task_versions": results[options.arms[0]]["versions"]},
+        "lm_eval": {"version": version("lm_eval"), "task_versions": results[options.arms[0]]["versions"]},
         "environment": environment_card(),
     }
 

@@ -20,15 +20,15 @@ ORDER = re.findall(
     fingerprints language_model models outline batches anchors recompute pairing plan cost forecast traffic
     texts stats ridge features maps folding translator corpus metrics trust confidence signs handoff generation
     mlx_library mlx_rotation mlx_models mlx_caches mlx_maps mlx timing calibration arms
-    shapes public_shapes collecting judging fitting whitening objective distillation environment report evaluation quantised
-    frontier reliability drift questions contexts prompts
+    shapes public_shapes rehearsal collecting judging fitting whitening objective distillation environment report evaluation
+    quantised frontier reliability drift questions contexts prompts
     manifest readme store workplace assets plots progress facts jobs trials benchmark
-    harness_arms harness_model harness mlx_bench mapper_files interchange sheets demo commands cli
+    harness_arms harness_model harness recipes mlx_bench mapper_files interchange sheets demo commands cli
     """,
 )
 
 # The same for the commands, `kvlingo/commands/`.
-COMMAND_ORDER = re.findall(r"\w+", "console options learning using exchanging serving timing routers")
+COMMAND_ORDER = re.findall(r"\w+", "console options learning recipes using exchanging serving timing routers")
 
 # The same for the gateway, `kvlingo/serve/`, which may import all of the package but the command line.
 SERVE_ORDER = re.findall(
