@@ -1,8 +1,9 @@
 """The fast way through all maps of a translator, where nothing is to be learnt.
 
-The features' scale is folded into the weights, each source layer is gathered and centred once for all target layers that read
-it, a window of source layers is one product, and the text's features are multiplied once for each distinct token. Tokens go
-through in chunks, so that what is held beside the result is bounded. Equals the plain way to rounding (`tests/test_folding.py`).
+The features' scale is folded into the weights, each source layer is gathered and centred once for the target layers around it
+that read it, a window of source layers is one product, heads that see each other only are a batch of small ones, and the text's
+features are multiplied once for each distinct token. Tokens go through in chunks, so that what is held beside the result is
+bounded. Equals the plain way to rounding (`tests/test_folding.py`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from torch import Tensor, nn
 from kvlingo.cache import KV
 from kvlingo.errors import IncompatiblePair
 from kvlingo.features import Block, Repeated, TranslatorConfig
-from kvlingo.maps import LayerMap
+from kvlingo.geometry import Geometry
+from kvlingo.maps import LayerMap, Product, Side, head_columns, paired_head
 from kvlingo.stats import column_ranges, runs
 
 CHUNK_BYTES = 32 << 20
 """So much do the gathered features of one chunk take, or those of `LEAST_ROWS` tokens: a shorter product would be slow."""
 LEAST_ROWS = 256
+GOOD_ROWS = 1024
+"""Target layers are mapped group by group, so that a chunk can have so many tokens: the weights are read anew for each."""
 
 SPARSE = 2
 """So many times as many source tokens as are read may lie between the first and the last that is: taking them all is faster."""
@@ -31,19 +35,44 @@ Mapped = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class FoldedMap:
-    """One layer's first products, for features that are centred but not scaled.
+class Part:
+    """One of a layer's first products, for features that are centred but not scaled.
 
     Fields:
-        source: [features of its source layers, lags * middle]; None for a map that reads no source.
-        text: [hidden, lags * middle] for the token embeddings; None for one that reads no text.
-        added: [middle], with the difference between the map's means and those that features were centred at.
+        layers: the source layers it reads.
+        side: of each, keys or values alone; None for both.
+        heads: for a product by head, which head of each source layer a target head reads: [layers][heads].
+        source: [features, lags * columns], or by head [heads, features of a head, lags * columns]; None where it reads no source.
+        text: [hidden, lags * all columns] for the token embeddings; None where it reads no text.
+        added: [all columns], with the difference between the map's means and those that features were centred at.
     """
 
-    layer_map: LayerMap
+    layers: tuple[int, ...]
+    side: Side | None
+    heads: tuple[tuple[int, ...], ...] | None
     source: Tensor | None
     text: Tensor | None
     added: Tensor
+
+    def products(self, panel: Panel | None, text: Repeated | None, tokens: int) -> Tensor:
+        """Return the products of some rows with all that is added to them: [tokens, columns], or [heads, tokens, columns]."""
+        start = self.added
+        if self.text is not None and text is not None:
+            start = summed(text.rows @ self.text, text.index) + start
+        if self.source is None or panel is None:
+            return start.expand(tokens, -1)
+        if self.heads is None:
+            return panel.across_heads(self) + start
+        by_head = start.unflatten(-1, (len(self.source), -1))
+        return panel.by_head(self) + (by_head[:, None] if start.ndim == 1 else by_head.transpose(0, 1))
+
+
+@dataclass(frozen=True)
+class FoldedMap:
+    """One layer's map and its first products."""
+
+    layer_map: LayerMap
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -78,23 +107,36 @@ class Folded:
         """Return keys and values of each target layer from `exact` on; arguments as for `Translator.forward`."""
         found: dict[int, Mapped] = {}
         wanted = sorted((skip[layer], layer) for layer in self.maps if layer >= exact)
-        for first, group in groupby(wanted, key=lambda pair: pair[0]):
-            layers = [layer for _, layer in group]
-            pieces = [
-                self._chunk(layers, source, alignment[rows], embeddings, start + rows.start)
-                for rows in self._chunks(layers, first, len(alignment))
-            ]
-            for layer, parts in zip(layers, zip(*pieces, strict=True), strict=True):
-                found[layer] = joined(parts)
+        for first, same in groupby(wanted, key=lambda pair: pair[0]):
+            for layers in self._groups([layer for _, layer in same], len(alignment) - first):
+                pieces = [
+                    self._chunk(layers, source, alignment[rows], embeddings, start + rows.start)
+                    for rows in self._chunks(layers, first, len(alignment))
+                ]
+                for layer, parts in zip(layers, zip(*pieces, strict=True), strict=True):
+                    found[layer] = joined(parts)
         return [found[layer] for layer in sorted(found)]
+
+    def _groups(self, layers: Sequence[int], tokens: int) -> Iterable[list[int]]:
+        """Cut layers into neighbours that are mapped together: as many as leave a chunk `GOOD_ROWS` tokens."""
+        group: list[int] = []
+        for layer in layers:
+            if group and min(tokens, GOOD_ROWS) * self._row_bytes([*group, layer]) > CHUNK_BYTES:
+                yield group
+                group = []
+            group.append(layer)
+        yield group
 
     def _chunks(self, layers: Sequence[int], first: int, stop: int) -> Iterable[slice]:
         """Cut the rows [first, stop) so that the features of a chunk take about `CHUNK_BYTES`."""
-        width = sum(self.config.source.layers[layer].width for layer in self._sources(layers))
-        rows = max(LEAST_ROWS, CHUNK_BYTES // max(1, width * self.dtype.itemsize))
+        rows = max(LEAST_ROWS, CHUNK_BYTES // max(1, self._row_bytes(layers)))
         if first == stop:
             return [slice(first, stop)]
         return [slice(at, min(at + rows, stop)) for at in range(first, stop, rows)]
+
+    def _row_bytes(self, layers: Sequence[int]) -> int:
+        """Return what one token's features take that some target layers read."""
+        return self.dtype.itemsize * sum(self.config.source.layers[layer].width for layer in self._sources(layers))
 
     def _sources(self, layers: Sequence[int]) -> list[int]:
         """Return the source layers that some target layers read, in the order in which they stand side by side."""
@@ -109,12 +151,7 @@ class Folded:
         found = []
         for layer in layers:
             folded = self.maps[layer]
-            first = folded.added.expand(len(alignment), -1)
-            if folded.source is not None and read is not None:
-                first = first + read.products(self.config.source_layers[layer], folded.source)
-            if folded.text is not None and text is not None:
-                first = first + summed(text.rows @ folded.text, text.index)
-            found.append(folded.layer_map.after(first, self.dtype))
+            found.append(folded.layer_map.after([part.products(read, text, len(alignment)) for part in folded.parts]))
         return found
 
     def _source_features(self, layers: Sequence[int], source: KV | None, alignment: Tensor) -> Panel | None:
@@ -142,7 +179,7 @@ class Folded:
                 size = x.shape[1] * x.shape[3]
                 put_centred(x[0, :, here], centre[:size], rows[:, at : at + size])
                 centre, at = centre[size:], at + size
-        return Panel(rows, columns, index.to(rows.device))
+        return Panel(self.config.source, rows, columns, index.to(rows.device))
 
     def _text_features(self, embeddings: Block | None, start: int, tokens: int) -> Repeated | None:
         """Return centred embeddings of distinct tokens [distinct, hidden], and which of them each row reads [rows, lags]."""
@@ -167,18 +204,40 @@ class Panel:
         index: [target tokens, lags] which row each reads.
     """
 
+    geometry: Geometry
     rows: Tensor
     columns: dict[str, tuple[int, int]]
     index: Tensor
 
-    def products(self, layers: Sequence[int], weight: Tensor) -> Tensor:
-        """Return the products [target tokens, middle] of some source layers; those that lie side by side are one product."""
+    def across_heads(self, part: Part) -> Tensor:
+        """Return the products [target tokens, columns] of some source layers; those that lie side by side are one product."""
+        assert part.source is not None
         total, row = None, 0
-        for first, last in runs([self.columns[str(layer)] for layer in layers]):
-            part = self.rows[:, first:last] @ weight[row : row + last - first]
-            total, row = part if total is None else total + part, row + last - first
+        for first, last in runs([self._range(layer, part.side) for layer in part.layers]):
+            x, weight = self.rows[:, first:last], part.source[row : row + last - first]
+            total, row = x @ weight if total is None else total.addmm_(x, weight), row + last - first
         assert total is not None
         return summed(total, self.index)
+
+    def by_head(self, part: Part) -> Tensor:
+        """Return the products [heads, target tokens, columns] of single heads of some source layers."""
+        assert part.source is not None
+        assert part.heads is not None
+        total, row = None, 0
+        for layer, heads in zip(part.layers, part.heads, strict=True):
+            first, last = self._range(layer, part.side)
+            x = self.rows[:, first:last].unflatten(1, (self.geometry.layers[layer].kv_heads, -1)).transpose(0, 1)
+            x = x if heads == tuple(range(len(x))) else x[list(heads)]
+            weight = part.source[:, row : row + x.shape[2]]
+            total, row = torch.bmm(x, weight) if total is None else total.baddbmm_(x, weight), row + x.shape[2]
+        assert total is not None
+        return summed(total, self.index)
+
+    def _range(self, layer: int, side: Side | None) -> tuple[int, int]:
+        """Return the columns of a source layer's keys, of its values, or of both."""
+        first, last = self.columns[str(layer)]
+        middle = first + self.geometry.layers[layer].key_width
+        return {"keys": (first, middle), "values": (middle, last), None: (first, last)}[side]
 
 
 # --- products ----------------------------------------------------------------------------------------------------------
@@ -191,10 +250,13 @@ def put_centred(x: Tensor, centre: Tensor, out: Tensor) -> None:
 
 
 def summed(products: Tensor, index: Tensor) -> Tensor:
-    """Return, for each row of index [tokens, lags], the sum over lags of products [rows, lags * middle]."""
+    """Return, for each row of index [tokens, lags], the sum over lags of products [..., rows, lags * columns]."""
     lags = index.shape[1]
     if lags == 1 and is_in_a_row(index[:, 0]):
-        return products.narrow(0, int(index[0, 0]), len(index))
+        return products.narrow(-2, int(index[0, 0]), len(index))
+    if products.ndim == 3:
+        parts = products.unflatten(-1, (lags, -1))
+        return sum((parts[:, index[:, lag], lag] for lag in range(1, lags)), start=parts[:, index[:, 0], 0])
     table = products.view(len(products) * lags, products.shape[1] // lags)
     return nn.functional.embedding_bag(index * lags + torch.arange(lags, device=index.device), table, mode="sum")
 
@@ -260,25 +322,78 @@ def fold_one(
     Means are subtracted from features rather than folded in: a mean far above its feature's spread would cancel to nothing but
     rounding. What is folded in is the difference between two layers' means of one feature, most often none.
     """
-    found = layer_map.first_products()
-    if found is None:
+    products = layer_map.first_products()
+    if products is None:
         return None
-    weight, added = found[0] / layer_map.feature_scale[:, None], found[1]
     names = config.blocks(layer)
     widths = [config.width(name) for name in names]
+    means, scales = (
+        dict(zip(names, x.split(widths), strict=True)) for x in (layer_map.feature_mean, layer_map.feature_scale)
+    )
+    for name in names:
+        centres.setdefault(without_lag(name), means[name].clone())
+    offsets = {name: centres[without_lag(name)] - means[name] for name in names}
+    return FoldedMap(
+        layer_map, tuple(fold_product(config, layer, product, scales, offsets, dtype) for product in products)
+    )
+
+
+def fold_product(
+    config: TranslatorConfig,
+    layer: int,
+    product: Product,
+    scales: Mapping[str, Tensor],
+    offsets: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> Part:
+    """Fold the features' scales, and how far their means are from where they are centred, into one product."""
+    names, layers = config.blocks(layer), config.source_layers[layer]
+    count = config.target.layers[layer].kv_heads if product.weight.ndim == 3 else None
+    heads = None
+    if count is not None:
+        heads = tuple(tuple(paired_head(config.source.layers[s], h, count) for h in range(count)) for s in layers)
+    reads = {name: columns_read(config, layer, name, product) for name in names}
+    weights = product.weight.split([next(iter(reads[name].values())).numel() for name in names], dim=-2)
+    added = product.added.clone()
     by_lag: dict[str, list[Tensor]] = {}
-    for name, mean, part in zip(names, layer_map.feature_mean.split(widths), weight.split(widths), strict=True):
-        kind, *place, lag = name.split("/")
-        centre = centres.setdefault("/".join((kind, *place)), mean.clone())
-        added = added + (centre - mean) @ part
-        by_lag.setdefault(f"{kind}/{lag}", []).append(part)
+    for name, weight in zip(names, weights, strict=True):
+        kind, *_, lag = name.split("/")
+        rows = torch.stack([*reads[name].values()])  # [heads or 1, features]
+        scaled = weight / (scales[name][rows][..., None] if count is not None else scales[name][rows[0], None])
+        offset = offsets[name][rows]
+        added += (offset[:, None] @ scaled).flatten() if count is not None else offset[0] @ scaled
+        if kind == "embedding" and count is not None:  # every head reads the text: one product for all
+            scaled = scaled.transpose(0, 1).flatten(1)
+        by_lag.setdefault(f"{kind}/{lag}", []).append(scaled)
     source, text = (
-        [torch.cat(by_lag[f"{kind}/{lag}"]) for lag in lags if f"{kind}/{lag}" in by_lag]
+        [torch.cat(by_lag[f"{kind}/{lag}"], dim=-2) for lag in lags if f"{kind}/{lag}" in by_lag]
         for kind, lags in (("source", config.source_lags), ("embedding", config.embedding_lags))
     )
-    return FoldedMap(
-        layer_map,
-        torch.cat(source, dim=1).to(dtype) if source else None,
-        torch.cat(text, dim=1).to(dtype) if text else None,
-        added,
+    return Part(
+        layers,
+        product.side,
+        heads,
+        torch.cat(source, dim=-1).to(dtype) if source else None,
+        torch.cat(text, dim=-1).to(dtype) if text else None,
+        added.to(dtype),
     )
+
+
+def without_lag(name: str) -> str:
+    """Return a feature block's name without its lag."""
+    return name.rpartition("/")[0]
+
+
+def columns_read(config: TranslatorConfig, layer: int, name: str, product: Product) -> dict[int, Tensor]:
+    """Return which of a block's columns a product reads, for each target head or, across heads, for head 0."""
+    kind, index, *_ = name.split("/")
+    if kind == "embedding":
+        whole = torch.arange(config.target.hidden_size)
+        return dict.fromkeys(range(product.weight.shape[0] if product.weight.ndim == 3 else 1), whole)
+    source, heads = config.source.layers[int(index)], config.target.layers[layer].kv_heads
+    if product.weight.ndim == 3:
+        values = product.side == "values"
+        return {h: torch.tensor(head_columns(source, h, heads, values)) for h in range(heads)}
+    first = source.key_width if product.side == "values" else 0
+    last = source.key_width if product.side == "keys" else source.width
+    return {0: torch.arange(first, last)}
