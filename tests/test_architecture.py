@@ -22,9 +22,12 @@ ORDER = re.findall(
     mlx_library mlx_rotation mlx_models mlx_caches mlx_maps mlx timing calibration arms
     shapes public_shapes collecting judging fitting whitening objective distillation environment report evaluation quantised
     frontier reliability drift questions manifest readme store workplace assets plots progress facts jobs trials benchmark
-    mlx_bench mapper_files interchange sheets demo cli
+    mlx_bench mapper_files interchange sheets demo commands cli
     """,
 )
+
+# The same for the commands, `kvlingo/commands/`.
+COMMAND_ORDER = re.findall(r"\w+", "console options learning using exchanging serving timing routers")
 
 # The same for the gateway, `kvlingo/serve/`, which may import all of the package but the command line.
 SERVE_ORDER = re.findall(
@@ -98,6 +101,7 @@ NOT_OURS = {
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 SERVE_SOURCES = sorted((PACKAGE / "serve").rglob("*.py"))
 ROUTING_SOURCES = sorted((PACKAGE / "serve" / "routing").glob("*.py"))
+COMMAND_SOURCES = sorted((PACKAGE / "commands").glob("*.py"))
 EXTERNAL_SOURCES = sorted((PACKAGE / "serve" / "external").glob("*.py"))
 
 
@@ -155,7 +159,8 @@ def test_a_module_imports_only_from_those_above_it(source: Path) -> None:
     name = name_of(source)
     if name not in ORDER:
         return
-    below = {other for other in layers_imported(source) if ORDER.index(other) >= ORDER.index(name)}
+    beside = {name} if name == "commands" else set()  # its modules have an order of their own
+    below = {other for other in layers_imported(source) - beside if ORDER.index(other) >= ORDER.index(name)}
     assert not below, f"{name} imports from below: {sorted(below)}"
 
 
@@ -164,6 +169,7 @@ def test_every_module_of_the_gateway_has_its_place_in_its_order() -> None:
     assert modules <= set(SERVE_ORDER), "give the new module its place in SERVE_ORDER"
     assert {source.stem for source in ROUTING_SOURCES} - {"__init__"} == set(ROUTING_ORDER)
     assert {source.stem for source in EXTERNAL_SOURCES} - {"__init__"} == set(EXTERNAL_ORDER)
+    assert {source.stem for source in COMMAND_SOURCES} - {"__init__"} == set(COMMAND_ORDER)
 
 
 def imported_below(source: Path, package: str, order: list[str], name: str) -> set[str]:
@@ -178,7 +184,7 @@ def imported_below(source: Path, package: str, order: list[str], name: str) -> s
 @pytest.mark.parametrize("source", SERVE_SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
 def test_a_module_of_the_gateway_imports_only_from_those_above_it(source: Path) -> None:
     names = [name.split(".") for name in imported(ast.walk(tree_of(source)))]
-    assert ["kvlingo", "cli"] not in [name[:2] for name in names]
+    assert not {("kvlingo", "cli"), ("kvlingo", "commands")} & {tuple(name[:2]) for name in names}
     below = imported_below(source, "kvlingo.serve", SERVE_ORDER, serve_name_of(source))
     assert not below, f"{source.stem} imports from below: {sorted(below)}"
 
@@ -186,6 +192,12 @@ def test_a_module_of_the_gateway_imports_only_from_those_above_it(source: Path) 
 @pytest.mark.parametrize("source", ROUTING_SOURCES, ids=lambda p: p.stem)
 def test_a_router_imports_only_from_those_above_it(source: Path) -> None:
     below = imported_below(source, "kvlingo.serve.routing", ROUTING_ORDER, source.stem)
+    assert not below, f"{source.stem} imports from below: {sorted(below)}"
+
+
+@pytest.mark.parametrize("source", COMMAND_SOURCES, ids=lambda p: p.stem)
+def test_a_command_imports_only_from_those_above_it(source: Path) -> None:
+    below = imported_below(source, "kvlingo.commands", COMMAND_ORDER, source.stem)
     assert not below, f"{source.stem} imports from below: {sorted(below)}"
 
 
@@ -235,7 +247,7 @@ def test_only_the_serve_command_imports_the_gateway(source: Path) -> None:
     if name_of(source) == "serve":
         return
     tree = tree_of(source)
-    inside = tree.body if source.name == "cli.py" else ast.walk(tree)  # the command imports it inside its function
+    inside = tree.body if name_of(source) == "commands" else ast.walk(tree)  # the command imports it in its function
     assert not {name for name in imported(iter(inside)) if name.startswith("kvlingo.serve")}
 
 

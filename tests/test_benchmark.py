@@ -27,6 +27,7 @@ from kvlingo.calibration import (
     product_shapes,
     read_cost,
 )
+from kvlingo.commands.options import numbers, two_names
 from kvlingo.cost import mapped_flops, pass_flops
 from kvlingo.environment import available_bytes, available_to_container, memory_bytes
 from kvlingo.errors import BadInput
@@ -402,10 +403,10 @@ def test_what_can_not_be_timed_is_refused_in_one_line(run: Run, arguments: list[
 def test_the_calls_of_the_measured_tables_can_be_made() -> None:
     for name, words in speed.NAMES.items():
         given = dict(zip(words[::2], words[1::2], strict=True))
-        assert all(shape in PUBLIC_SHAPES for shape in cli.two_names(given["--shapes"])), name
+        assert all(shape in PUBLIC_SHAPES for shape in two_names(given["--shapes"])), name
         rank = given.get("--rank")
         MapShape(given["--map-kind"], None if rank is None else int(rank))  # type: ignore[arg-type]
-        lengths = cli.numbers(given["--lengths"], "--lengths")
+        lengths = numbers(given["--lengths"], "--lengths")
         BenchOptions(lengths)
         rooms = [PUBLIC_SHAPES[shape]["max_position_embeddings"] for shape in given["--shapes"].split(",")]
         assert max(lengths) <= min(rooms), name

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from kvlingo import cli
+from kvlingo.commands.options import Routing
 from kvlingo.cost import MapRates, Rates, ReadingRates
 from kvlingo.errors import BadArtifact, BadInput
 from kvlingo.serve.loading import with_rules
@@ -360,7 +361,7 @@ def test_every_router_can_be_had(tmp_path: Path) -> None:
 
 
 def test_the_command_line_knows_every_router() -> None:
-    assert [each.value for each in cli.Routing] == list(ROUTERS)
+    assert [each.value for each in Routing] == list(ROUTERS)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvlingo import cli
+from kvlingo.commands.console import BAD_INPUT
 from kvlingo.errors import BadInput
 from kvlingo.language_model import LanguageModel
 from kvlingo.manifest import Manifest, ModelCard
@@ -221,7 +222,7 @@ def test_what_kvlingo_serve_refuses_is_one_line(
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["serve", *arguments])
-    assert caught.value.code == cli.BAD_INPUT
+    assert caught.value.code == BAD_INPUT
     printed = capsys.readouterr().err
     assert words in printed
     assert printed.count("\n") == 1
