@@ -388,7 +388,7 @@ def columns_read(config: TranslatorConfig, layer: int, name: str, product: Produ
     """Return which of a block's columns a product reads, for each target head or, across heads, for head 0."""
     kind, index, *_ = name.split("/")
     if kind == "embedding":
-        whole = torch.arange(config.target.hidden_size)
+        whole = torch.arange(config.text_width)
         return dict.fromkeys(range(product.weight.shape[0] if product.weight.ndim == 3 else 1), whole)
     source, heads = config.source.layers[int(index)], config.target.layers[layer].kv_heads
     if product.weight.ndim == 3:

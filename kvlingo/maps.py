@@ -232,8 +232,8 @@ class Residual(nn.Module):
 def make_map(config: TranslatorConfig, layer: int) -> nn.Module:
     """Build the map of one target layer as its kind asks."""
     shape, width = config.target.layers[layer], config.feature_width(layer)
-    if config.map_kind == "lowrank":
-        return LowRankMap(width, shape.width, min(config.rank, width, shape.width))
+    if rank := config.rank_of(layer):
+        return LowRankMap(width, shape.width, rank)
     if config.map_kind == "headwise":
         key_index, value_index = headwise_columns(config, layer)
         return HeadwiseMap(key_index, value_index, shape.key_dim, shape.value_dim)

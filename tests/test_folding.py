@@ -26,6 +26,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "token before": {"source_lags": (0, 1)},
     "scattered layers": {"source_layers": ((0, 2), (3, 1, 0), (2,)), "source_lags": (1, 0)},
     "key norms": {"key_norms": (None, "head", "layer")},
+    "ranks of their own, reduced text": {
+        "map_kind": "lowrank",
+        "ranks": (0, 0, 3),
+        "text_rank": 4,
+        "source_lags": (0, 1),
+    },
     "headwise": {"map_kind": "headwise"},
     "headwise, no text": {"map_kind": "headwise", "embedding_lags": ()},
     "headwise, text only": {"map_kind": "headwise", "source_layers": ((), (), ())},
@@ -107,7 +113,7 @@ def both(translator: Translator, alignment: Tensor, source: KV | None = None, **
     dtype = next(translator.parameters()).dtype
     source = source or source_kv(dtype)
     reads = translator.config.reads_text
-    rows = embedded(lambda ids: TABLE[ids].to(dtype), IDS) if reads else None
+    rows = embedded(lambda ids: translator.read_text(TABLE[ids].to(dtype)), IDS) if reads else None
     first = KV((torch.zeros(1, 1, 30, 6, dtype=dtype),), (torch.zeros(1, 1, 30, 5, dtype=dtype),), 30)
     arguments: dict[str, Any] = {"start": 7, "native": first if reads else None, **options}
     plain = translator(source, alignment, rows, **arguments)
