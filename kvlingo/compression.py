@@ -30,6 +30,8 @@ from kvlingo.whitening import output_scale, reduced, text_through
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 STEADY = 1e-9
 """Damping of covariances, relative to their mean diagonal: features that never move have none."""
+STILL = 1e-4
+"""Outputs that move less than this share of the median one count as if they moved so much: a norm's weight may be 0."""
 TEXT_SHARES = (1.0, 0.5, 0.3, 0.2, 0.1, 0.05)
 """Shares of the embedding's features that are tried for the text."""
 
@@ -147,7 +149,7 @@ def spectrum(translator: Translator, stats: GramStats, layer: int, basis: Tensor
     assert isinstance(layer_map, LayerMap)
     moments = stats.moments(translator.config.blocks(layer), f"target/{layer}")
     scale = output_scale(layer_map, moments).to(moments.gram)
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = scale.clamp(min=max(STILL * float(scale.median()), 1e-30))
     weight, bias = in_coordinates(layer_map, moments)
     products = moments.gram @ weight
     whole = float(((weight * products).sum(0) / scale.square()).sum())
