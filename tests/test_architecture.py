@@ -20,9 +20,9 @@ ORDER = re.findall(
     fingerprints language_model models outline batches anchors recompute pairing plan cost forecast traffic
     texts stats ridge features maps folding translator corpus metrics predictions trust confidence signs handoff generation
     mlx_library mlx_rotation mlx_models mlx_caches mlx_maps mlx timing calibration arms
-    shapes public_shapes rehearsal collecting judging fitting whitening objective distillation environment report evaluation
-    quantised frontier reliability drift questions contexts prompts
-    manifest readme store workplace assets plots progress facts jobs trials benchmark
+    shapes public_shapes rehearsal collecting judging sensitivity fitting whitening compression objective distillation environment
+    report evaluation quantised frontier reliability drift questions contexts prompts
+    manifest readme store workplace assets plots progress facts jobs compacting trials benchmark
     harness_arms harness_model harness recipes mlx_bench mapper_files interchange sheets demo commands cli
     """,
 )
