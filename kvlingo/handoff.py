@@ -577,17 +577,16 @@ def carry_out_in_parts(
             middle = yield from _translate_in_parts(plan, *given, most=most)
         else:
             source_kv, offset = _source_of(plan, source, target, translator, source_state, alignment, is_chosen_here)
-            known, middle = (target, translator, source_kv, alignment - offset, ids), None
+            known, chosen = (target, translator, source_kv, alignment - offset, ids), None
             if anchors is not None and is_chosen_here:
-                middle = translate(plan, *known, skip=[0] * len(target.geometry))
-                scores = middle_doubts(plan, anchors.by, *known, middle=middle)
-                plan, middle = choose_anchors(plan, anchors, scores, middle)
+                chosen = translate(plan, *known, skip=[0] * len(target.geometry))
+                scores = middle_doubts(plan, anchors.by, *known, middle=chosen)
+                plan, chosen = choose_anchors(plan, anchors, scores, chosen)
             if plan.fallback:
                 return plan, cache
             start = plan.translated[0]  # an anchor beside the sinks has become one of them
             cache = extend(target, cache, ids[:start])
-            if middle is None:
-                middle = translate(plan, *known)
+            middle = translate(plan, *known) if chosen is None else chosen
             if plan.anchors:
                 prefix = read_cache(cache, target.rotary, target.geometry, partial=True) if start else None
                 return plan, target_cache(target, assemble(plan, *known, prefix=prefix, middle=middle))
