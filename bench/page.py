@@ -114,7 +114,7 @@ def take(chromium: Any, url: str, text: str, size: dict[str, int], out: Path) ->
 
 
 def greedily(route: Any) -> None:
-    """Send a request on with a temperature of 0: the same picture each time. The large model is no chat model: headings end it."""
+    """Send a request on with a temperature of 0: the same picture each time. The large one is no chat model: headings end it."""
     route.continue_(post_data=json.dumps({**route.request.post_data_json, "temperature": 0, "stop": ["\n#"]}))
 
 
