@@ -47,14 +47,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/page.png"))
     parser.add_argument("--phone", type=Path, help="one more picture, of a phone's size")
     arguments = parser.parse_args()
-    arguments.repeats = 1
+    arguments.repeats = 2  # a text for each picture: nothing is held of the one before
     loaded = load_both(arguments)
     models = {name: loaded[full] for name, full in NAMES.items()}
-    text = long_texts(loaded[LARGE], arguments)[0]
+    texts = long_texts(loaded[LARGE], arguments)
     with served(models, arguments.there, arguments.back) as url, browser() as chromium:
-        take(chromium, url, text, DESK, arguments.out)
+        take(chromium, url, texts[0], DESK, arguments.out)
         if arguments.phone:
-            take(chromium, url, text, PHONE, arguments.phone)
+            take(chromium, url, texts[1], PHONE, arguments.phone)
 
 
 @contextmanager
@@ -101,11 +101,11 @@ def take(chromium: Any, url: str, text: str, size: dict[str, int], out: Path) ->
     page.route("**/v1/chat/completions", greedily)
     page.goto(url)
     page.wait_for_selector("#model option", state="attached")
-    say(page, "small", "auto", f"Read this.\n\n{text}\n\nWhat is it about?", 1)
-    say(page, "big", "translate", "What is said first in it?", 2)
+    say(page, "small", "auto", f"{text}\n\nGo on in the same manner.", 1)
+    say(page, "big", "translate", "What is this text about?", 2)
     page.locator(".compare").last.click()
     settled(page, 3)
-    say(page, "small", "translate", "And what comes last?", 4)
+    say(page, "small", "translate", "Thank you. Sum it up in a sentence.", 4)
     page.evaluate("document.getElementById('turns').scrollTop = 1e6")
     page.wait_for_timeout(300)
     page.screenshot(path=str(out))
@@ -114,8 +114,8 @@ def take(chromium: Any, url: str, text: str, size: dict[str, int], out: Path) ->
 
 
 def greedily(route: Any) -> None:
-    """Send a request on with a temperature of 0: the same picture each time."""
-    route.continue_(post_data=json.dumps({**route.request.post_data_json, "temperature": 0}))
+    """Send a request on with a temperature of 0: the same picture each time. The large one is no chat model: headings end it."""
+    route.continue_(post_data=json.dumps({**route.request.post_data_json, "temperature": 0, "stop": ["\n#"]}))
 
 
 def say(page: Any, model: str, mode: str, text: str, answers: int) -> None:
