@@ -30,6 +30,7 @@ from kvlingo.models import load_model, quiet_loading
 from kvlingo.plots import draw_curve
 from kvlingo.processes import ALONE, Processes
 from kvlingo.progress import progress_bar
+from kvlingo.sensitivity import measure_sensitivity, options_for
 from kvlingo.shapes import FitOptions, base_config, choose_map, options_from_json, source_free, text_free
 from kvlingo.stats import GramStats
 from kvlingo.store import load_translator, read_manifest
@@ -167,7 +168,11 @@ def fit_pair(
             translator, controls = fitted_alike(fitted, config, target, no_text=no_text, progress=bar.count)
         told: dict[str, Any] = {"fit": asdict(options), "no_text": no_text}
         if small is not None:
-            compressed = compress(translator, fitted.stats, small)
+            training = [d for d in apart.training if d not in fitted.held_out_documents]
+            with progress_bar() as bar:
+                seen_by = options_for(options)
+                minds = measure_sensitivity(translator, source, target, training, seen_by, progress=bar.count)
+            compressed = compress(translator, fitted.stats, small, minds)
             translator = compressed.translator
             told["compress"] = {**asdict(small), **compressed.to_json()}
         found = judge_fit(fitted, translator, controls, source, target)

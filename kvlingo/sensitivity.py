@@ -22,10 +22,12 @@ from kvlingo.corpus import Example, random_examples
 from kvlingo.handoff import assemble, continuation_logits
 from kvlingo.judging import example_plan
 from kvlingo.language_model import LanguageModel, read
+from kvlingo.shapes import FitOptions
 from kvlingo.texts import Document
 from kvlingo.translator import LayerMap, Translator
 
 Progress = Callable[[str, int, int], None]
+LONGEST = 768
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,18 @@ class SensitivityOptions:
     """
 
     examples: int = 24
-    context_tokens: tuple[int, ...] = (192, 512, 192, 768)
+    context_tokens: tuple[int, ...] = (192, 512, 768)
     continuation_tokens: int = 48
     draws: int = 2
     chat_share: float = 0.15
     seed: int = 0
+
+
+def options_for(fitted: FitOptions) -> SensitivityOptions:
+    """Return what to look at for a translator: contexts as long as it was fitted on, up to where gradients cost much."""
+    contexts = tuple(min(tokens, LONGEST) for tokens in fitted.context_tokens)
+    most = SensitivityOptions().continuation_tokens
+    return SensitivityOptions(context_tokens=contexts, continuation_tokens=max(1, min(most, min(contexts) // 2)))
 
 
 @torch.inference_mode(False)

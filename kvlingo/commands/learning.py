@@ -27,6 +27,7 @@ from kvlingo.commands.options import (
     Tail,
     Target,
     Texts,
+    Weighing,
     fractions,
     numbers,
 )
@@ -125,6 +126,10 @@ def compress(
         ),
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="With --flops: tokens of a conversation.")] = 2048,
+    weigh: Annotated[
+        Weighing,
+        typer.Option(help="What an error costs: what the target minds, by reading text; or all outputs alike, unread."),
+    ] = Weighing.sensitivity,
     store: Annotated[Storage, typer.Option(help="How to store the weights.")] = Storage.bfloat16,
     source: Source = None,
     target: Target = None,
@@ -150,6 +155,7 @@ def compress(
                 tokens=context,
                 storage=store.value,
             ),
+            weigh=weigh.value,
             source_name=source,
             target_name=target,
             texts=text or [],
