@@ -44,6 +44,7 @@ def _root(
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "fit": learning.fit,
+    "compress": learning.compress,
     "distill": learning.distill,
     "eval": learning.evaluate,
     "confidence": learning.confidence,

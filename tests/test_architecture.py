@@ -16,13 +16,13 @@ PACKAGE = REPO / "kvlingo"
 ORDER = re.findall(
     r"\w+",
     """
-    errors files gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck
+    errors steps files processes gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck
     fingerprints language_model models outline batches anchors recompute pairing plan cost forecast traffic
-    texts stats ridge features maps folding translator corpus metrics trust confidence signs handoff generation
+    texts stats ridge features maps folding translator corpus metrics predictions trust confidence signs handoff generation
     mlx_library mlx_rotation mlx_models mlx_caches mlx_maps mlx timing calibration arms
-    shapes public_shapes rehearsal collecting judging fitting whitening objective distillation environment report evaluation
-    quantised frontier reliability drift questions contexts prompts
-    manifest readme store workplace assets plots progress facts jobs trials benchmark
+    shapes public_shapes rehearsal collecting judging sensitivity fitting whitening compression objective distillation environment
+    report evaluation quantised frontier reliability drift questions contexts prompts
+    manifest readme store workplace assets plots progress facts jobs compacting trials benchmark
     harness_arms harness_model harness recipes mlx_bench mapper_files interchange sheets demo commands cli
     """,
 )
@@ -35,7 +35,8 @@ SERVE_ORDER = re.findall(
     r"\w+",
     """
     protocol settings keys sessions freezing disk shelf forms sampling duet decoding healing switching ahead relay engine routing
-    loading calibrating schema calls replies answering metrics tracing doors speaking gateway external vllm
+    upstream ledger passing remote loading calibrating schema calls replies answering metrics tracing doors speaking gateway
+    external vllm
     """,
 )
 
@@ -48,7 +49,8 @@ ROUTING_ORDER = re.findall(
 EXTERNAL_ORDER = re.findall(
     r"\w+",
     """
-    refusals versions threads options entries stores matching carrying scheduling working headers twins servers checking
+    refusals versions threads options entries stores redis_store mooncake_store opening
+    matching carrying scheduling working telling headers twins servers checking
     """,
 )
 
@@ -65,7 +67,14 @@ MAY_IMPORT_SKLEARN = {"learning"}
 MAY_IMPORT_LM_EVAL = {"harness_model", "harness"}
 
 # These are extras too.
-EXTRAS = {"llguidance": "forms", "opentelemetry": "tracing", "mlx": "mlx_library", "mlx_lm": "mlx_library"}
+EXTRAS = {
+    "llguidance": "forms",
+    "opentelemetry": "tracing",
+    "mlx": "mlx_library",
+    "mlx_lm": "mlx_library",
+    "redis": "redis_store",
+    "mooncake": "mooncake_store",
+}
 
 # Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen
 # through these. The last one makes models from configs, with random weights, to be timed.
