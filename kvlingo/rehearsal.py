@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from tokenizers.processors import TemplateProcessing
 
 from kvlingo.errors import BadInput
 from kvlingo.public_shapes import random_model
-from kvlingo.texts import default_documents
 
 LAYERS = {"source": 3, "target": 4}
 TINY: dict[str, Any] = {
@@ -66,7 +66,7 @@ CHAT = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
-DOCUMENTS = 24
+DOCUMENTS, LEAST_CHARS = 24, 1000
 ITEMS = 4
 
 
@@ -106,10 +106,11 @@ def save_byte_tokenizer(folder: Path) -> None:
 
 
 def some_texts(folder: Path) -> Path:
-    """Write a few of the texts that come with Python, a file each; return the folder."""
+    """Write a few pages of the manual that comes with Python, a file each; return the folder."""
     folder.mkdir(parents=True)
-    for number, document in enumerate(default_documents()[:DOCUMENTS]):
-        (folder / f"text-{number}.txt").write_text(document.text, encoding="utf-8")
+    pages = [text for text in topics.values() if len(text) >= LEAST_CHARS][:DOCUMENTS]
+    for number, text in enumerate(pages):
+        (folder / f"text-{number}.txt").write_text(text, encoding="utf-8")
     return folder
 
 

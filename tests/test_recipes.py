@@ -151,7 +151,6 @@ def test_every_step_of_a_recipe_runs_on_tiny_models(file: Path, run: Run) -> Non
 def test_both_ways_and_what_is_there_is_kept(tmp_path: Path) -> None:
     file = FOLDER / "qwen3-0.6b-1.7b.toml"
     recipe = rehearsed(read_recipe(file), tmp_path)
-    recipe = SimpleNamespace(**vars(recipe)) if False else recipe
 
     recipe = replace(recipe, tasks=None)
     said: list[str] = []
