@@ -296,6 +296,14 @@ def test_between_other_ids_and_templates_the_contents_are_told_so_that_they_alig
         assert sum(a >= 0 for a in alignment) > len(LONG)
 
 
+def test_what_may_quote_the_conversation_is_not_passed_on() -> None:
+    small, big = pair()
+    big.refusal = ("fallback_reprefill", "text", "content 0 differs between the two readings, near 'my secret'")
+    with gateway(small, big) as (_, _, http):
+        told = ask(http, model="big", messages=next_turn(TEXTS["messages"], ask(http), "And now?"))["kvlingo"]
+        assert told["fallback"] == "text: what the two models have read can't be aligned"
+
+
 def test_where_contents_can_t_be_found_it_is_read_again_and_told() -> None:
     store: Store = {}
     small, big = FakeVllm("small", store), FakeVllm("big", store, offset=7)
@@ -691,6 +699,7 @@ def record(text: str, tenant: str = "", model: str = "small", **more: Any) -> Re
 
 def test_the_ledger_finds_the_record_that_shares_the_most() -> None:
     ledger = Ledger(1 << 20)
+    ledger.put(record("x" * 200))  # both of the next ones go on from it
     one, two = record("x" * 300), record("x" * 200 + "y" * 300)
     ledger.put(one)
     ledger.put(two)
@@ -705,6 +714,9 @@ def test_the_ledger_finds_the_record_that_shares_the_most() -> None:
     assert ledger.find(Owner("other", None), "small", "own", "x" * 299, 0.0) is None
     assert ledger.find(Owner("", None), "small", "kept", "x" * 299, 101.0) is None  # it has expired over there
     assert ledger.find(Owner("", None), "small", "own", "x" * 299, 101.0) is not None
+    assert len(ledger) == 2
+    ledger.put(record("x" * 350, key=None))
+    assert len(ledger) == 3  # the one before is still good for a hand-over
 
 
 def test_the_ledger_is_bounded_and_who_holds_the_most_gives_up_first() -> None:

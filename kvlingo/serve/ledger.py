@@ -95,15 +95,25 @@ class Ledger:
         return sum(self._bytes.values())
 
     def put(self, record: Record) -> None:
-        """Take in a record."""
-        tenant = record.owner.tenant
+        """Take in a record; those of which it is a continuation, and that are good for nothing more, go."""
+        tenant, before = record.owner.tenant, self._begun_by(record)
         self._records.setdefault(tenant, OrderedDict())[record] = None
         self._bytes[tenant] = self._bytes.get(tenant, 0) + record.num_bytes
         for place in places(record):
             self._marks[place] = record
+        for each in before:
+            self.drop(each)
         while self.num_bytes > self.max_bytes:
             most = max(self._bytes, key=lambda name: self._bytes[name])
             self.drop(next(iter(self._records[most])))
+
+    def _begun_by(self, record: Record) -> set[Record]:
+        found = {self._marks.get(place) for place in places(record)}
+        return {
+            each
+            for each in found
+            if each is not None and set(each.kinds) <= set(record.kinds) and record.text.startswith(each.text)
+        }
 
     def drop(self, record: Record) -> None:
         """Forget a record."""

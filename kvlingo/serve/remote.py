@@ -13,7 +13,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 
 from kvlingo.errors import BadInput
@@ -49,6 +49,8 @@ KINDS = ("native", "translated", "recomputed")
 FINISHES: Mapping[str, Finish] = {"end": "stop", "stop": "stop", "length": "length"}
 LASTING = {"no_translator", "other_model", "tokenizer", "bad_request"}
 """Reasons of a connector that hold for all hand-overs between two models."""
+UNQUOTED = {"text": "what the two models have read can't be aligned"}
+"""Said in place of a connector's own sentence, where that may quote the conversation: what is told goes into logs too."""
 UNTOLD = "untold: the server did not say what it made of the kept cache"
 NO_WAY = (
     "no_connector: the server of {} goes on from no kept cache, or can't tell what came of it (docs/vllm.md: translators, "
@@ -350,8 +352,10 @@ async def writes_tags(place: Place) -> bool:
             {"role": "user", "content": "f"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
-        ids, _ = await place.server.chat_ids(place.served.name, chat, begins=False)
-        text = await place.server.text_of(place.served.name, ids)
+        text = ""
+        with suppress(BadInput):  # a template that refuses this has another form of calls
+            ids, _ = await place.server.chat_ids(place.served.name, chat, begins=False)
+            text = await place.server.text_of(place.served.name, ids)
         place.tags = "<tool_call>" in text and "</tool_call>" in text
     return place.tags
 
@@ -370,7 +374,7 @@ def begun_of(hearing: Hearing, *, calls: bool) -> Begun:
     if way.record is not None and told is None:
         fallback, counts = UNTOLD, {"translated": total - 1}
     elif way.record is not None and told is not None and not hearing.applied:
-        fallback = f"{told.get('reason')}: {told.get('why')}"
+        fallback = f"{told.get('reason')}: {UNQUOTED.get(str(told.get('reason')), told.get('why'))}"
     native, translated = int(counts.get("native", 0)), int(counts.get("translated", 0))
     record = way.record
     return Begun(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,8 @@ def gateway(fleet: Fleet) -> Iterator[Serving[RemoteEngine]]:
     assert isinstance(engine, RemoteEngine)
     with serving(engine, settings) as served:
         yield served
+        served.server.handle_exit(signal.SIGTERM, None)  # it closes its connections to the servers, too
+        wait_until(lambda: not served.thread.is_alive())
 
 
 @pytest.fixture(scope="module")
