@@ -31,7 +31,7 @@ def unsupported(answer: Answer) -> None:
 
 def test_adapters_change_what_is_said(fleet: Fleet) -> None:
     """The control: without a difference nothing below could fail."""
-    ids = prompt(300, 501)
+    ids = prompt(300, 61)
     answers = [alone(fleet, ids, name) for name in ("model", ONE, TWO)]
     assert all(a.far_from(b) > SEEN for i, a in enumerate(answers) for b in answers[:i])
 
@@ -39,7 +39,7 @@ def test_adapters_change_what_is_said(fleet: Fleet) -> None:
 @pytest.mark.parametrize("model", ["model", ONE, TWO])
 def test_what_was_read_with_an_adapter_serves_nobody(fleet: Fleet, model: str) -> None:
     """The same cache without the adapter's name on it would be taken: it is the name that is heeded."""
-    ids, sync = prompt(300, 502), fleet.get("sync")
+    ids, sync = prompt(300, 62), fleet.get("sync")
     key = sync.complete(ids, model=ONE, save=True).told["id"]
     wait_until(lambda: bool(fleet.store.manifests(key)))
     assert parse(fleet.store.manifests(key)[0], key).lora == ONE
@@ -52,7 +52,7 @@ def test_what_was_read_with_an_adapter_serves_nobody(fleet: Fleet, model: str) -
 
 @pytest.mark.parametrize("model", ADAPTERS)
 def test_an_adapter_goes_on_from_nobody_s_cache(fleet: Fleet, model: str) -> None:
-    ids, sync = prompt(300, 503), fleet.get("sync")
+    ids, sync = prompt(300, 63), fleet.get("sync")
     key = fleet.get("source").complete(ids, save=True).told["id"]
     answer = sync.complete(ids, model=model, load=key)
     unsupported(answer)
@@ -61,7 +61,7 @@ def test_an_adapter_goes_on_from_nobody_s_cache(fleet: Fleet, model: str) -> Non
 
 
 def test_a_translation_is_not_found_by_adapters_in_the_prefix_cache(fleet: Fleet) -> None:
-    ids, sync = prompt(520, 504), fleet.get("sync")
+    ids, sync = prompt(520, 64), fleet.get("sync")
     key = fleet.as_strangers(fleet.get("source").complete(ids, save=True).told["id"])
     assert sync.complete(ids, load=key).told["status"] == "applied"
     for model in ("model", *ADAPTERS):
