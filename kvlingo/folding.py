@@ -8,7 +8,7 @@ bounded. Equals the plain way to rounding (`tests/test_folding.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -105,17 +105,28 @@ class Folded:
         exact: int,
     ) -> list[Mapped]:
         """Return keys and values of each target layer from `exact` on; arguments as for `Translator.forward`."""
-        found: dict[int, Mapped] = {}
+        found: dict[int, list[Mapped]] = {}
+        for layer, _, mapped in self.pieces(source, alignment, embeddings, start, skip, exact):
+            found.setdefault(layer, []).append(mapped)
+        return [joined(found[layer]) for layer in sorted(found)]
+
+    def pieces(
+        self,
+        source: KV | None,
+        alignment: Tensor,
+        embeddings: Block | None,
+        start: int,
+        skip: Sequence[int],
+        exact: int,
+    ) -> Iterator[tuple[int, int, Mapped]]:
+        """Yield a layer, a first row, and the layer's keys and values of some rows from there on, as they are made."""
         wanted = sorted((skip[layer], layer) for layer in self.maps if layer >= exact)
         for first, same in groupby(wanted, key=lambda pair: pair[0]):
             for layers in self._groups([layer for _, layer in same], len(alignment) - first):
-                pieces = [
-                    self._chunk(layers, source, alignment[rows], embeddings, start + rows.start)
-                    for rows in self._chunks(layers, first, len(alignment))
-                ]
-                for layer, parts in zip(layers, zip(*pieces, strict=True), strict=True):
-                    found[layer] = joined(parts)
-        return [found[layer] for layer in sorted(found)]
+                for rows in self._chunks(layers, first, len(alignment)):
+                    mapped = self._chunk(layers, source, alignment[rows], embeddings, start + rows.start)
+                    for layer, pair in zip(layers, mapped, strict=True):
+                        yield layer, rows.start, pair
 
     def _groups(self, layers: Sequence[int], tokens: int) -> Iterable[list[int]]:
         """Cut layers into neighbours that are mapped together: as many as leave a chunk `GOOD_ROWS` tokens."""
@@ -144,15 +155,13 @@ class Folded:
 
     def _chunk(
         self, layers: Sequence[int], source: KV | None, alignment: Tensor, embeddings: Block | None, start: int
-    ) -> list[Mapped]:
-        """Map some rows for some layers."""
+    ) -> Iterator[Mapped]:
+        """Map some rows for some layers, one layer after another."""
         read = self._source_features(layers, source, alignment)
         text = self._text_features(embeddings, start, len(alignment))
-        found = []
         for layer in layers:
             folded = self.maps[layer]
-            found.append(folded.layer_map.after([part.products(read, text, len(alignment)) for part in folded.parts]))
-        return found
+            yield folded.layer_map.after([part.products(read, text, len(alignment)) for part in folded.parts])
 
     def _source_features(self, layers: Sequence[int], source: KV | None, alignment: Tensor) -> Panel | None:
         """Return the centred features of the source tokens that some rows read, of the source layers that some layers read."""
