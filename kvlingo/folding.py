@@ -8,7 +8,7 @@ bounded. Equals the plain way to rounding (`tests/test_folding.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -145,7 +145,20 @@ class Folded:
         exact: int,
     ) -> list[Mapped]:
         """Return keys and values of each target layer from `exact` on; arguments as for `Translator.forward`."""
-        found: dict[int, Mapped] = {}
+        given = (source, alignment, embeddings, start, skip, exact)
+        found = {layer: mapped for layer, _, mapped in self.pieces(*given)}
+        return [found[layer] for layer in sorted(found)]
+
+    def pieces(
+        self,
+        source: KV | None,
+        alignment: Tensor,
+        embeddings: Block | None,
+        start: int,
+        skip: Sequence[int],
+        exact: int,
+    ) -> Iterator[tuple[int, int, Mapped]]:
+        """Yield a layer, its first row, and its keys and values of all rows from there on, as they are made."""
         wanted = sorted((skip[layer], layer) for layer in self.maps if layer >= exact)
         for first, same in groupby(wanted, key=lambda pair: pair[0]):
             for layers in self._groups([layer for _, layer in same], len(alignment) - first):
@@ -157,8 +170,7 @@ class Folded:
                     for layer in layers:
                         self.maps[layer].put(panel, text, here, room[layer])
                 for layer in layers:
-                    found[layer] = self.maps[layer].finished(room[layer])
-        return [found[layer] for layer in sorted(found)]
+                    yield layer, first, self.maps[layer].finished(room.pop(layer))
 
     def _groups(self, layers: Sequence[int], tokens: int) -> Iterable[list[int]]:
         """Cut layers into neighbours that are mapped together: as many as leave a chunk `GOOD_ROWS` tokens."""

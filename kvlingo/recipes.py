@@ -135,7 +135,7 @@ def read_tasks(given: Mapping[str, Any]) -> HarnessOptions:
     """Read what lm-eval is asked."""
     known = {f.name for f in fields(HarnessOptions)} - {"include", "dial"}
     refuse_unknown(given, known, "[tasks]")
-    changes = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    changes: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
     return HarnessOptions(**{"tasks": (), **changes})
 
 
