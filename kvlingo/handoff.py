@@ -770,7 +770,7 @@ def pieces_of_middle(
         yield ((layer, first + row, keys, values) for layer, row, keys, values in made)
 
 
-def cut_middle(alignment: Tensor, start: int, stop: int, most: int = PIECE_TOKENS) -> list[tuple[int, int]]:
+def cut_middle(alignment: Tensor, start: int, stop: int, most: int) -> list[tuple[int, int]]:
     """Cut the target tokens [start, stop) into pieces, from the end: what a window holds is a piece, or some whole ones."""
     pieces = []
     while start < stop:
