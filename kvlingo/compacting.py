@@ -6,26 +6,33 @@ of the whole one are not claimed for it.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
+
+from torch import Tensor
 
 from kvlingo.collecting import load_statistics
-from kvlingo.compression import Compressed, CompressOptions, compress, refuse
+from kvlingo.compression import Compressed, CompressOptions, compress, refuse, refuse_budget
 from kvlingo.errors import BadInput
 from kvlingo.geometry import Geometry
 from kvlingo.jobs import Say, Where, gather, load_pair, statistics
 from kvlingo.language_model import LanguageModel
-from kvlingo.manifest import Manifest, StorageType
+from kvlingo.manifest import Manifest, StorageType, card_of, check_pair
 from kvlingo.progress import progress_bar
+from kvlingo.sensitivity import measure_sensitivity, options_for
 from kvlingo.shapes import FitOptions, options_from_json
-from kvlingo.stats import GramStats
-from kvlingo.store import load_translator, read_manifest, save_translator
-from kvlingo.translator import TranslatorConfig
+from kvlingo.stats import GramStats, load_tensors, save_tensors
+from kvlingo.store import load_translator, save_translator
+from kvlingo.translator import Translator, TranslatorConfig
 from kvlingo.workplace import model_names, refuse_early, split_as_fitted, texts_seen
+
+Weigh = Literal["sensitivity", "deviation"]
+SENSITIVITY_FILE = "sensitivity.safetensors"
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ def compress_folder(
     out: Path,
     options: CompressOptions,
     *,
+    weigh: Weigh,
     source_name: str | None,
     target_name: str | None,
     texts: Sequence[Path],
@@ -51,22 +59,32 @@ def compress_folder(
 ) -> dict[str, Any]:
     """Make a saved translator smaller, and save it in `out` with what distilling and evaluating it take.
 
-    Raises `BadInput` for maps that can't be made smaller, and where no statistics say which dims matter.
+    Args:
+        weigh: what an error costs: `sensitivity`, as the target minds it, for which both models are loaded and read some text
+            (kept in `work/` for the next time); `deviation`, each output alike in units of its own.
+
+    Raises `BadInput` for maps that can't be made smaller.
     """
     if out.expanduser().resolve() == folder.expanduser().resolve():
         raise BadInput(f"{out} is the translator itself, which is kept; give another folder: --out")
     refuse_early(out, overwrite=overwrite)
     translator, manifest = load_translator(folder)
     refuse(translator, options)
-    stats = statistics_of(folder, manifest, translator.config, source_name, target_name, texts, where, tell)
-    small = compress(translator, stats, options)
+    refuse_budget(translator.config, options)
+    known = Known(
+        saved_statistics(manifest, translator.config, fitted_with(manifest), folder / "work"),
+        saved_sensitivity(folder, manifest) if weigh == "sensitivity" else {},
+    )
+    if known.stats is None or known.sensitivity is None:
+        known = found_out(
+            known, folder, translator, manifest, model_names(folder, source_name, target_name), texts, where, tell
+        )
+    assert known.stats is not None
+    small = compress(translator, known.stats, options, known.sensitivity or None)
     assert manifest.weights is not None
-    known = {
-        **manifest.options,
-        "compress": {**asdict(options), **small.to_json(), "whole": asdict(manifest.weights)},
-    }
+    told = {**asdict(options), "weigh": weigh, **small.to_json(), "whole": asdict(manifest.weights)}
     storage = cast(StorageType, options.storage)
-    new = replace(manifest, options=known, held_out=None, confidence=None)
+    new = replace(manifest, options={**manifest.options, "compress": told}, held_out=None, confidence=None)
     saved = save_translator(out, small.translator, new, dtype=storage, overwrite=overwrite)
     assert saved.weights is not None
     bring_along(folder, out, tell)
@@ -77,36 +95,70 @@ def compress_folder(
         "num_bytes": saved.weights.num_bytes,
         "whole_num_bytes": manifest.weights.num_bytes,
         "storage": storage,
+        "weigh": weigh,
         **small.to_json(),
     }
 
 
-def statistics_of(
+@dataclass(frozen=True)
+class Known:
+    """What compressing goes by; None for what is not known yet, an empty sensitivity where none is asked for."""
+
+    stats: GramStats | None
+    sensitivity: dict[int, Tensor] | None
+
+
+def found_out(
+    known: Known,
     folder: Path,
+    translator: Translator,
     manifest: Manifest,
-    config: TranslatorConfig,
-    source_name: str | None,
-    target_name: str | None,
+    names: tuple[str, str],
     texts: Sequence[Path],
     where: Where,
     tell: Say,
-) -> GramStats:
-    """Return the statistics that fitting left; without them, text is read anew where there is some."""
-    fitted = options_from_json(manifest.options.get("fit", {}))
-    found = saved_statistics(manifest, config, fitted, folder / "work")
-    if found is not None:
-        return found
-    if not texts:
-        raise BadInput(
-            f"{folder / 'work'} holds no statistics of this translator, and they say which dims matter; "
-            "give text to read anew: --text"
-        )
-    documents = gather(texts)
-    source, target = load_pair(*model_names(folder, source_name, target_name), where)
-    seen = texts_seen(read_manifest(folder))
+) -> Known:
+    """Load both models and let them read what is not known yet; the sensitivity is kept for the next time."""
+    documents, fitted, seen = gather(texts), fitted_with(manifest), texts_seen(manifest)
+    source, target = load_pair(*names, where)
+    check_pair(manifest, card_of(source), card_of(target))
     training = split_as_fitted(documents, seen, share=fitted.held_out_share, seed=fitted.seed).training
+    stats, minds = known.stats, known.sensitivity
     with progress_bar() as bar:
-        return statistics(source, target, fitted, training, folder / "work", bar.count, tell)
+        if stats is None:
+            stats = statistics(source, target, fitted, training, folder / "work", bar.count, tell)
+        if minds is None:
+            mine = translator.to(target.device)
+            minds = measure_sensitivity(mine, source, target, training, options_for(fitted), progress=bar.count)
+            translator.to("cpu")
+            save_sensitivity(folder, manifest, minds)
+    return Known(stats, minds)
+
+
+def fitted_with(manifest: Manifest) -> FitOptions:
+    """Return the options that a translator was fitted with."""
+    return options_from_json(manifest.options.get("fit", {}))
+
+
+def saved_sensitivity(folder: Path, manifest: Manifest) -> dict[int, Tensor] | None:
+    """Return what was measured of these very weights; None where nothing was."""
+    loaded = load_tensors(folder / "work" / SENSITIVITY_FILE)
+    if loaded is None or loaded[1] != note_of(manifest):
+        return None
+    return {int(layer): x for layer, x in loaded[0].items()}
+
+
+def save_sensitivity(folder: Path, manifest: Manifest, found: Mapping[int, Tensor]) -> None:
+    """Keep what was measured."""
+    tensors = {str(layer): x for layer, x in found.items()}
+    save_tensors(folder / "work" / SENSITIVITY_FILE, tensors, note_of(manifest))
+
+
+def note_of(manifest: Manifest) -> dict[str, Any]:
+    """Say which weights a sensitivity belongs to, and how it was measured."""
+    assert manifest.weights is not None
+    measured = json.loads(json.dumps(asdict(options_for(fitted_with(manifest)))))
+    return {"weights": manifest.weights.sha256, "options": measured}
 
 
 def saved_statistics(manifest: Manifest, config: TranslatorConfig, fitted: FitOptions, work: Path) -> GramStats | None:

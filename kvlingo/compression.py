@@ -1,14 +1,13 @@
 """Smaller maps from fitted ones: low rank where it costs least, and one reduced reading of the text for all layers.
 
-Knows maps and the statistics of what they read; no models. What a rank takes away is measured where it counts: on the outputs
-that the training text gives, each in units of its own standard deviation, so that massive dims don't outweigh the rest.
+Knows maps, the statistics of what they read, and how much each direction of their outputs matters; no models. With C the
+features' covariance, W a layer's map and G = L Lᵀ what an error in its outputs costs, the map of rank r that costs least is
 
-For one layer, with C the features' covariance, W the map and S the outputs' deviations, the map of rank r that loses least is
+    Ŵ = W L V Vᵀ L⁻¹,   Lᵀ Wᵀ C W L = V Λ Vᵀ   (the leading r eigenvectors)
 
-    Ŵ = W S⁻¹ V Vᵀ S,   S⁻¹ Wᵀ C W S⁻¹ = V Λ Vᵀ   (the leading r eigenvectors)
-
-and it loses Σ_{i>r} Λ_i: how the predictions vary in the directions that are dropped (reduced-rank regression, Izenman 1975).
-Ranks of all layers are chosen under one budget: the next dim goes where it saves most per byte, or per FLOP.
+and it costs Σ_{i>r} Λ_i (reduced-rank regression, Izenman 1975). G is what the target minds (`sensitivity`), or, where no model
+is asked, each output in units of its own deviation. Ranks of all layers are chosen under one budget: the next dim goes where it
+saves most per byte, or per FLOP.
 """
 
 from __future__ import annotations
@@ -30,6 +29,10 @@ from kvlingo.whitening import output_scale, reduced, text_through
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 STEADY = 1e-9
 """Damping of covariances, relative to their mean diagonal: features that never move have none."""
+STILL = 1e-4
+"""Outputs that move less than this share of the median one count as if they moved so much: a norm's weight may be 0."""
+SURE = 0.2
+"""So much of the mean of what the target minds is added in every direction: what a few hand-overs did not show may matter."""
 TEXT_SHARES = (1.0, 0.5, 0.3, 0.2, 0.1, 0.05)
 """Shares of the embedding's features that are tried for the text."""
 
@@ -77,7 +80,9 @@ class Spectrum:
         moments: of its features and outputs, as the smaller map will read them.
         weight: [features, outputs] the map in the moments' standardised coordinates.
         bias: [outputs] for features centred at the moments' means.
+        predicted: [outputs, outputs] the covariance of what it gives; whole: the same before the text was reduced, its diagonal.
         scale: [outputs] the outputs' deviations.
+        metric: [outputs, outputs] L, with G = L Lᵀ what an error costs.
         gains: [outputs] what each further dim saves, falling.
         directions: [outputs, outputs] the dims, as columns.
         lost: what the reduced reading of the text has cost.
@@ -86,7 +91,10 @@ class Spectrum:
     moments: Moments
     weight: Tensor
     bias: Tensor
+    predicted: Tensor
+    whole: Tensor
     scale: Tensor
+    metric: Tensor
     gains: Tensor
     directions: Tensor
     lost: float
@@ -96,10 +104,36 @@ class Spectrum:
         """Return the numbers of features and outputs."""
         return self.weight.shape[0], self.weight.shape[1]
 
+    def factors(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Return what the map's outputs go through: [outputs, rank], [rank, outputs]."""
+        leading = self.directions[:, :rank]
+        return self.metric @ leading, torch.linalg.solve(self.metric.T, leading).T
+
+    def cost(self, rank: int) -> float:
+        """Return what a rank costs in all; 0: the whole matrix."""
+        return self.lost + (float(self.gains[rank:].sum()) if rank else 0.0)
+
+    def lost_share(self, rank: int) -> float:
+        """Return the mean share of the outputs' variance that a rank loses."""
+        lost = self.whole - self.predicted.diagonal()
+        if rank:
+            enter, leave = self.factors(rank)
+            dropped = torch.eye(len(self.scale), dtype=leave.dtype) - enter @ leave
+            lost = lost + (dropped * (self.predicted @ dropped)).sum(0)
+        return max(float((lost / self.scale.square()).mean()), 0.0)
+
 
 @torch.no_grad()
-def compress(translator: Translator, stats: GramStats, options: CompressOptions) -> Compressed:
+def compress(
+    translator: Translator,
+    stats: GramStats,
+    options: CompressOptions,
+    sensitivity: Mapping[int, Tensor] | None = None,
+) -> Compressed:
     """Return a smaller translator that gives nearly the same on text like that of the statistics.
+
+    `sensitivity`: what the target minds of each layer's outputs, as `measure_sensitivity` gives it; None: every output alike, in
+    units of its deviation.
 
     Raises `BadInput` for maps that have no matrix to factor, and for a budget that not even one dim a layer fits into.
     """
@@ -108,12 +142,13 @@ def compress(translator: Translator, stats: GramStats, options: CompressOptions)
         translator = without_residual(translator)
     config = translator.config
     layers = [int(name) for name in translator.maps]
-    plain = {layer: spectrum(translator, stats, layer, None) for layer in layers}
+    minds = {layer: None if sensitivity is None else sensitivity[layer] for layer in layers}
+    plain = {layer: spectrum(translator, stats, layer, minds[layer], None) for layer in layers}
     basis, text_losses = text_directions(translator, stats, plain) if config.reads_text else (None, [])
     text_rank = choose_text_rank(config, plain, text_losses, options)
     if text_rank and basis is not None:
         basis = basis[:, :text_rank]
-        plain = {layer: spectrum(translator, stats, layer, basis) for layer in layers}
+        plain = {layer: spectrum(translator, stats, layer, minds[layer], basis) for layer in layers}
     small = replace(config, text_rank=text_rank)
     ranks = choose_ranks(small, plain, options)
     return assembled(translator, small, plain, ranks, basis if text_rank else None)
@@ -141,27 +176,47 @@ def refuse(translator: Translator, options: CompressOptions) -> None:
 # --- what there is to save -------------------------------------------------------------------------------------------
 
 
-def spectrum(translator: Translator, stats: GramStats, layer: int, basis: Tensor | None) -> Spectrum:
+def spectrum(
+    translator: Translator, stats: GramStats, layer: int, minds: Tensor | None, basis: Tensor | None
+) -> Spectrum:
     """Return what one layer's predictions are made of; with `basis` [hidden, features] of the text as reduced by it."""
     layer_map = translator.maps[str(layer)]
     assert isinstance(layer_map, LayerMap)
     moments = stats.moments(translator.config.blocks(layer), f"target/{layer}")
     scale = output_scale(layer_map, moments).to(moments.gram)
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = scale.clamp(min=max(STILL * float(scale.median()), 1e-30))
+    metric = metric_of(scale, minds)
     weight, bias = in_coordinates(layer_map, moments)
     products = moments.gram @ weight
-    whole = float(((weight * products).sum(0) / scale.square()).sum())
+    predicted = weight.T @ products
+    whole, costs = predicted.diagonal().clone(), cost_of(predicted, metric)
     if basis is not None:
         # The reduced map that comes closest to the whole one: what the text lost, other features take over where they can.
         through = text_through(products * moments.feature_scale[:, None], translator.config, layer, basis)
         moments = reduced(moments, translator.config, layer, basis)
         products = through / moments.feature_scale[:, None]
         weight = torch.cholesky_solve(products, factor(moments.gram, STEADY)[0])
-    predicted = weight.T @ products / torch.outer(scale, scale)
-    gains, directions = torch.linalg.eigh(predicted)
+        predicted = weight.T @ products
+    gains, directions = torch.linalg.eigh(metric.T @ predicted @ metric)
     gains = gains.flip(0).clamp(min=0)
+    lost = max(costs - cost_of(predicted, metric), 0.0)
     kept = moments.without_products()  # those of all layers would be gigabytes
-    return Spectrum(kept, weight, bias, scale, gains, directions.flip(1), max(whole - float(gains.sum()), 0.0))
+    return Spectrum(kept, weight, bias, predicted, whole, scale, metric, gains, directions.flip(1), lost)
+
+
+def cost_of(covariance: Tensor, metric: Tensor) -> float:
+    """Return what errors of this covariance cost."""
+    return float((metric * (covariance @ metric)).sum())
+
+
+def metric_of(scale: Tensor, minds: Tensor | None) -> Tensor:
+    """Return L, with L Lᵀ what an error in the outputs costs: in nats where it is known what the target minds."""
+    if minds is None:
+        return torch.diag(1 / scale)
+    by_deviation = minds.to(scale) * torch.outer(scale, scale)
+    mean = max(float(by_deviation.diagonal().mean()), 1e-30)
+    by_deviation.diagonal().add_(SURE * mean)
+    return torch.linalg.cholesky(0.5 * by_deviation) / scale[:, None]
 
 
 def in_coordinates(layer_map: LayerMap, moments: Moments) -> tuple[Tensor, Tensor]:
@@ -178,7 +233,7 @@ def text_directions(
 ) -> tuple[Tensor, list[float]]:
     """Return a basis [hidden, hidden] of what all maps read of a token's embedding, and what is lost beyond its first columns.
 
-    With C the embeddings' covariance and A = Σ W S⁻² Wᵀ over layers and lags, its columns are C^-½ U for the leading
+    With C the embeddings' covariance and A = Σ W G Wᵀ over layers and lags, its columns are C^-½ U for the leading
     eigenvectors U of C^½ A C^½. Losses: one for each number of columns kept, from none on.
     """
     config = translator.config
@@ -191,7 +246,7 @@ def text_directions(
     hidden = config.target.hidden_size
     energy = torch.zeros(hidden, hidden, dtype=covariance.dtype)
     for one in spectra.values():
-        raw = one.weight / one.moments.feature_scale[:, None] / one.scale
+        raw = (one.weight / one.moments.feature_scale[:, None]) @ one.metric
         for part in raw[len(raw) - hidden * len(config.embedding_lags) :].split(hidden):
             energy += part @ part.T
     gains, directions = torch.linalg.eigh(root @ energy @ root)
@@ -382,8 +437,8 @@ def assembled(
         fill(layer_map, one, ranks[layer])
         if layer_map.norm_kind:
             layer_map.key_norm_weight.copy_(old.key_norm_weight)
-        lost = one.lost + (float(one.gains[ranks[layer] :].sum()) if ranks[layer] else 0.0)
-        told.append({"layer": layer, "rank": ranks[layer], "lost_share": lost / len(one.scale)})
+        rank = ranks[layer]
+        told.append({"layer": layer, "rank": rank, "lost_share": one.lost_share(rank), "cost": one.cost(rank)})
     return Compressed(small.eval(), tuple(told), config.text_rank)
 
 
@@ -394,10 +449,9 @@ def fill(layer_map: LayerMap, one: Spectrum, rank: int) -> None:
     layer_map.bias.copy_(one.bias)
     linear = layer_map.linear
     if isinstance(linear, LowRankMap):
-        leading = one.directions[:, :rank]
-        down, up = one.weight / one.scale @ leading, leading.T * one.scale
-        linear.down.copy_(down)
-        linear.up.copy_(up)
+        enter, leave = one.factors(rank)
+        linear.down.copy_(one.weight @ enter)
+        linear.up.copy_(leave)
     else:
         assert isinstance(linear, LinearMap)
         linear.weight.copy_(one.weight)

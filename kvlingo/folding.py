@@ -19,7 +19,7 @@ from kvlingo.cache import KV
 from kvlingo.errors import IncompatiblePair
 from kvlingo.features import Block, Repeated, TranslatorConfig
 from kvlingo.geometry import Geometry
-from kvlingo.maps import LayerMap, Product, Side, head_columns, paired_head
+from kvlingo.maps import LayerMap, LowRankMap, Product, Side, head_columns, paired_head
 from kvlingo.stats import column_ranges, runs
 
 CHUNK_BYTES = 32 << 20
@@ -54,25 +54,65 @@ class Part:
     text: Tensor | None
     added: Tensor
 
-    def products(self, panel: Panel | None, text: Repeated | None, tokens: int) -> Tensor:
-        """Return the products of some rows with all that is added to them: [tokens, columns], or [heads, tokens, columns]."""
-        start = self.added
-        if self.text is not None and text is not None:
-            start = summed(text.rows @ self.text, text.index) + start
+    def room(self, tokens: int) -> Tensor:
+        """Return room for the products of some tokens."""
+        if self.heads is None or self.source is None:
+            return self.added.new_empty(tokens, len(self.added))
+        return self.added.new_empty(len(self.source), tokens, len(self.added) // len(self.source))
+
+    def products(self, panel: Panel | None, text: Repeated | None, out: Tensor) -> None:
+        """Write the products of some rows with all that is added to them: [tokens, columns], or [heads, tokens, columns].
+
+        What is added is there first, and products are summed onto it: one pass less over the result.
+        """
+        if self.text is None or text is None:
+            out.copy_(self.added if self.source is None or out.ndim == 2 else self.added.view(len(out), 1, -1))
+        else:
+            table = text.rows @ self.text
+            table[:, : len(self.added)] += self.added  # to the token's own row: every row reads one of each lag
+            term = summed(table, text.index)
+            out.copy_(term if out.ndim == 2 else term.unflatten(-1, (len(out), -1)).transpose(0, 1))
         if self.source is None or panel is None:
-            return start.expand(tokens, -1)
+            return
         if self.heads is None:
-            return panel.across_heads(self) + start
-        by_head = start.unflatten(-1, (len(self.source), -1))
-        return panel.by_head(self) + (by_head[:, None] if start.ndim == 1 else by_head.transpose(0, 1))
+            panel.across_heads(self, out)
+        else:
+            panel.by_head(self, out)
 
 
 @dataclass(frozen=True)
 class FoldedMap:
-    """One layer's map and its first products."""
+    """One layer's map, its first products, and what follows them: the second factor of a low-rank map, and its bias."""
 
     layer_map: LayerMap
     parts: tuple[Part, ...]
+    second: tuple[Tensor, Tensor] | None
+
+    def room(self, tokens: int) -> list[Tensor]:
+        """Return room for the first products of some tokens."""
+        return [part.room(tokens) for part in self.parts]
+
+    def final_room(self, tokens: int) -> list[Tensor]:
+        """Return room for what all chunks give in the end, before heads are told apart and keys normed."""
+        if self.second is None:
+            return self.room(tokens)
+        factor, _ = self.second
+        return [factor.new_empty(tokens, factor.shape[1])]
+
+    def put(self, panel: Panel | None, text: Repeated | None, rows: slice, final: Sequence[Tensor]) -> None:
+        """Map some rows into the room that is theirs."""
+        here = [x[..., rows, :] for x in final]
+        first = here if self.second is None else self.room(rows.stop - rows.start)
+        for part, out in zip(self.parts, first, strict=True):
+            part.products(panel, text, out)
+        if self.second is not None:
+            factor, bias = self.second
+            torch.addmm(bias, first[0], factor, out=here[0])
+
+    def finished(self, final: Sequence[Tensor]) -> Mapped:
+        """Return the keys and values of all rows."""
+        outputs = final if self.second is not None else self.layer_map.after(final)
+        return self.layer_map.keys_and_values(outputs)
 
 
 @dataclass(frozen=True)
@@ -105,10 +145,8 @@ class Folded:
         exact: int,
     ) -> list[Mapped]:
         """Return keys and values of each target layer from `exact` on; arguments as for `Translator.forward`."""
-        found: dict[int, list[Mapped]] = {}
-        for layer, _, mapped in self.pieces(source, alignment, embeddings, start, skip, exact):
-            found.setdefault(layer, []).append(mapped)
-        return [joined(found[layer]) for layer in sorted(found)]
+        made = self.pieces(source, alignment, embeddings, start, skip, exact)
+        return [mapped for _, mapped in sorted(made, key=lambda pair: pair[0])]
 
     def pieces(
         self,
@@ -118,15 +156,21 @@ class Folded:
         start: int,
         skip: Sequence[int],
         exact: int,
-    ) -> Iterator[tuple[int, int, Mapped]]:
-        """Yield a layer, a first row, and the layer's keys and values of some rows from there on, as they are made."""
+    ) -> Iterator[tuple[int, Mapped]]:
+        """Yield what `apply` returns, each with its layer, as it is made: what is used at once need not be kept."""
         wanted = sorted((skip[layer], layer) for layer in self.maps if layer >= exact)
         for first, same in groupby(wanted, key=lambda pair: pair[0]):
             for layers in self._groups([layer for _, layer in same], len(alignment) - first):
+                room = {layer: self.maps[layer].final_room(len(alignment) - first) for layer in layers}
                 for rows in self._chunks(layers, first, len(alignment)):
-                    mapped = self._chunk(layers, source, alignment[rows], embeddings, start + rows.start)
-                    for layer, pair in zip(layers, mapped, strict=True):
-                        yield layer, rows.start, pair
+                    panel = self._source_features(layers, source, alignment[rows])
+                    text = self._text_features(embeddings, start + rows.start, rows.stop - rows.start)
+                    here = slice(rows.start - first, rows.stop - first)
+                    for layer in layers:
+                        self.maps[layer].put(panel, text, here, room[layer])
+                panel = text = None
+                for layer in layers:
+                    yield layer, self.maps[layer].finished(room.pop(layer))
 
     def _groups(self, layers: Sequence[int], tokens: int) -> Iterable[list[int]]:
         """Cut layers into neighbours that are mapped together: as many as leave a chunk `GOOD_ROWS` tokens."""
@@ -152,16 +196,6 @@ class Folded:
     def _sources(self, layers: Sequence[int]) -> list[int]:
         """Return the source layers that some target layers read, in the order in which they stand side by side."""
         return sorted({source for layer in layers for source in self.config.source_layers[layer]})
-
-    def _chunk(
-        self, layers: Sequence[int], source: KV | None, alignment: Tensor, embeddings: Block | None, start: int
-    ) -> Iterator[Mapped]:
-        """Map some rows for some layers, one layer after another."""
-        read = self._source_features(layers, source, alignment)
-        text = self._text_features(embeddings, start, len(alignment))
-        for layer in layers:
-            folded = self.maps[layer]
-            yield folded.layer_map.after([part.products(read, text, len(alignment)) for part in folded.parts])
 
     def _source_features(self, layers: Sequence[int], source: KV | None, alignment: Tensor) -> Panel | None:
         """Return the centred features of the source tokens that some rows read, of the source layers that some layers read."""
@@ -218,29 +252,47 @@ class Panel:
     columns: dict[str, tuple[int, int]]
     index: Tensor
 
-    def across_heads(self, part: Part) -> Tensor:
-        """Return the products [target tokens, columns] of some source layers; those that lie side by side are one product."""
+    def across_heads(self, part: Part, out: Tensor) -> None:
+        """Add the products [target tokens, columns] of some source layers; those that lie side by side are one product."""
         assert part.source is not None
-        total, row = None, 0
+        row, pieces = 0, []
         for first, last in runs([self._range(layer, part.side) for layer in part.layers]):
-            x, weight = self.rows[:, first:last], part.source[row : row + last - first]
-            total, row = x @ weight if total is None else total.addmm_(x, weight), row + last - first
-        assert total is not None
-        return summed(total, self.index)
+            pieces.append((self.rows[:, first:last], part.source[row : row + last - first]))
+            row += last - first
+        rows = self._own_rows()
+        if rows is not None:
+            for x, weight in pieces:
+                out.addmm_(x[rows], weight)
+            return
+        (x, weight), *others = pieces
+        total = x @ weight
+        for x, weight in others:
+            total.addmm_(x, weight)
+        out += summed(total, self.index)
 
-    def by_head(self, part: Part) -> Tensor:
-        """Return the products [heads, target tokens, columns] of single heads of some source layers."""
+    def by_head(self, part: Part, out: Tensor) -> None:
+        """Add the products [heads, target tokens, columns] of single heads of some source layers."""
         assert part.source is not None
         assert part.heads is not None
-        total, row = None, 0
+        rows, row = self._own_rows(), 0
+        total = out if rows is not None else None
         for layer, heads in zip(part.layers, part.heads, strict=True):
             first, last = self._range(layer, part.side)
             x = self.rows[:, first:last].unflatten(1, (self.geometry.layers[layer].kv_heads, -1)).transpose(0, 1)
             x = x if heads == tuple(range(len(x))) else x[list(heads)]
+            x = x if rows is None else x[:, rows]
             weight = part.source[:, row : row + x.shape[2]]
             total, row = torch.bmm(x, weight) if total is None else total.baddbmm_(x, weight), row + x.shape[2]
         assert total is not None
-        return summed(total, self.index)
+        if rows is None:
+            out += summed(total, self.index)
+
+    def _own_rows(self) -> slice | None:
+        """Return the rows that target tokens read where each reads one, the next the next; None otherwise."""
+        if self.index.shape[1] > 1 or not is_in_a_row(self.index[:, 0]):
+            return None
+        start = int(self.index[0, 0])
+        return slice(start, start + len(self.index))
 
     def _range(self, layer: int, side: Side | None) -> tuple[int, int]:
         """Return the columns of a source layer's keys, of its values, or of both."""
@@ -261,8 +313,6 @@ def put_centred(x: Tensor, centre: Tensor, out: Tensor) -> None:
 def summed(products: Tensor, index: Tensor) -> Tensor:
     """Return, for each row of index [tokens, lags], the sum over lags of products [..., rows, lags * columns]."""
     lags = index.shape[1]
-    if lags == 1 and is_in_a_row(index[:, 0]):
-        return products.narrow(-2, int(index[0, 0]), len(index))
     if products.ndim == 3:
         parts = products.unflatten(-1, (lags, -1))
         return sum((parts[:, index[:, lag], lag] for lag in range(1, lags)), start=parts[:, index[:, 0], 0])
@@ -274,14 +324,6 @@ def is_in_a_row(places: Tensor) -> bool:
     """Tell whether places follow each other without a gap or a repetition."""
     count = len(places)
     return bool(count) and int(places[-1]) - int(places[0]) == count - 1 and bool((places.diff() == 1).all())
-
-
-def joined(parts: Sequence[Mapped]) -> Mapped:
-    """Join the chunks of one layer."""
-    if len(parts) == 1:
-        return parts[0]
-    keys, values = (torch.cat(side, dim=2) for side in zip(*parts, strict=True))
-    return keys, values
 
 
 # --- folding -----------------------------------------------------------------------------------------------------------
@@ -340,11 +382,14 @@ def fold_one(
         dict(zip(names, x.split(widths), strict=True)) for x in (layer_map.feature_mean, layer_map.feature_scale)
     )
     for name in names:
-        centres.setdefault(without_lag(name), means[name].clone())
+        # What is subtracted is a number of the products' dtype, so that it costs one pass without a copy in another.
+        centres.setdefault(without_lag(name), means[name].to(dtype))
     offsets = {name: centres[without_lag(name)] - means[name] for name in names}
-    return FoldedMap(
-        layer_map, tuple(fold_product(config, layer, product, scales, offsets, dtype) for product in products)
-    )
+    linear, second = layer_map.linear, None
+    if isinstance(linear, LowRankMap) and layer_map.residual is None:
+        second = linear.up.to(dtype), layer_map.bias.to(dtype)
+    parts = tuple(fold_product(config, layer, product, scales, offsets, dtype) for product in products)
+    return FoldedMap(layer_map, parts, second)
 
 
 def fold_product(

@@ -39,6 +39,7 @@ from kvlingo.language_model import (
     layer_weights,
     native_layers,
     prefill,
+    prefill_in_parts,
     read,
     read_sinks,
 )
@@ -46,6 +47,7 @@ from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, 
 from kvlingo.reading import Reading, read_chat, read_text
 from kvlingo.recompute import read_both_ends, reads_both_ends, recompute
 from kvlingo.signs import Seen, signs_of
+from kvlingo.steps import Steps, finished
 from kvlingo.translator import Translator, TranslatorConfig, check_geometry, first_read
 from kvlingo.trust import Evidence, doubts, embeddings_of, exact_layers, first_layers_of, place_of
 
@@ -333,6 +335,51 @@ def hand_off(
     A hand-over that can't be made exactly as planned becomes a re-prefill; `plan.fallback` says why. With `no_text` it raises
     `UnsupportedCache` instead: a re-prefill would read the text.
     """
+    return finished(
+        hand_off_in_parts(
+            conversation,
+            source,
+            target,
+            translator,
+            most=None,
+            sink=sink,
+            tail=tail,
+            native_layers=native_layers,
+            source_state=source_state,
+            target_state=target_state,
+            reading=reading,
+            no_text=no_text,
+            distrust=distrust,
+            anchors=anchors,
+            confidence=confidence,
+            watched=watched,
+        )
+    )
+
+
+def hand_off_in_parts(
+    conversation: Conversation,
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    *,
+    most: int | None,
+    sink: int = 1,
+    tail: int = 1,
+    native_layers: int = 0,
+    source_state: ModelState | None = None,
+    target_state: ModelState | None = None,
+    reading: Reading | None = None,
+    no_text: bool = False,
+    distrust: str | None = None,
+    anchors: Anchors | None = None,
+    confidence: Confidence | None = None,
+    watched: bool = False,
+) -> Steps[HandOff]:
+    """Do what `hand_off` does, reading or translating at most `most` tokens a step; None: all at once.
+
+    Whoever takes the steps sees that no gradients are made. Nothing that was given changes, also where it is left in the middle.
+    """
     _refuse_dial(source, target, translator, no_text=no_text, anchors=anchors)
     started = time.perf_counter()
     if source_state is None:
@@ -354,17 +401,17 @@ def hand_off(
         plan = crossing.reprefill(distrust)
     if no_text:
         refuse_to_read(plan, sink)
-    plan, cache = crossing.carry_out(plan, leave_open=not no_text)
+    plan, cache = yield from crossing.carry_out(plan, most, leave_open=not no_text)
     if no_text:
         refuse_to_read(plan, sink)
     translated = time.perf_counter()
     is_watched = (watched or confidence is not None) and plan.fallback is None and not no_text
-    cache, logits = _read_rest(target, crossing.ids, cache, plan.tail if is_watched else 1)
+    cache, logits = yield from _read_rest(target, crossing.ids, cache, plan.tail if is_watched else 1, most)
     signs = crossing.signs(plan, cache, logits) if is_watched and logits is not None else None
     doubt = None if signs is None or confidence is None else confidence.doubt(signs)
     if confidence is not None and doubt is not None and doubt > confidence.threshold:
-        plan, cache = crossing.carry_out(crossing.reprefill(confidence.reason(doubt)))
-        cache, logits = _read_rest(target, crossing.ids, cache, 1)
+        plan, cache = yield from crossing.carry_out(crossing.reprefill(confidence.reason(doubt)), most)
+        cache, logits = yield from _read_rest(target, crossing.ids, cache, 1, most)
     finished = time.perf_counter()
     timings = {
         "source_prefill": 1e3 * (source_read - started),
@@ -431,8 +478,10 @@ class _Crossing:
     def reprefill(self, reason: str) -> HandoffPlan:
         return reprefill_plan(len(self.reading), reason, native=self.native, earlier=self.earlier)
 
-    def carry_out(self, plan: HandoffPlan, *, leave_open: bool = False) -> tuple[HandoffPlan, Any]:
-        return carry_out(
+    def carry_out(
+        self, plan: HandoffPlan, most: int | None, *, leave_open: bool = False
+    ) -> Steps[tuple[HandoffPlan, Any]]:
+        return carry_out_in_parts(
             plan,
             self.source,
             self.target,
@@ -441,6 +490,7 @@ class _Crossing:
             self.target_state,
             self.alignment,
             self.ids,
+            most=most,
             opening=self.reading.opening,
             anchors=self.anchors if plan.fallback is None else None,
             leave_open=leave_open,
@@ -462,14 +512,20 @@ class _Crossing:
         return signs_of(seen, untrusted=self.source_state.translated_until)
 
 
-def _read_rest(target: LanguageModel, ids: Tensor, cache: Any, rows: int) -> tuple[Any, Tensor | None]:
+def _read_rest(
+    target: LanguageModel, ids: Tensor, cache: Any, rows: int, most: int | None
+) -> Steps[tuple[Any, Tensor | None]]:
     """Let the target read what its cache lacks of `ids`; return the logits [rows, vocabulary] of the last `rows` tokens."""
     if isinstance(cache, OpenCache):
         return read_left(target, ids, cache, rows)
     rest = ids[cache.get_seq_length() if cache is not None else 0 :]
     if not len(rest):
         return cache, None
-    done = prefill(target, rest, cache=cache, full_length=True, logits_to_keep=min(rows, len(rest)))
+    if most is not None and len(rest) >= most:
+        yield
+    done = yield from prefill_in_parts(
+        target, rest, most=most, cache=cache, full_length=True, logits_to_keep=min(rows, len(rest))
+    )
     return done.cache, done.logits
 
 
@@ -507,18 +563,35 @@ def carry_out(
     target_state: ModelState | None,
     alignment: Tensor,
     ids: Tensor,
+) -> tuple[HandoffPlan, Any]:
+    """Return the plan as it was really carried out, and the cache of all tokens before the tail (None for no token)."""
+    known = (source, target, translator, source_state, target_state, alignment, ids)
+    return finished(carry_out_in_parts(plan, *known, most=None))
+
+
+def carry_out_in_parts(
+    plan: HandoffPlan,
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    source_state: ModelState,
+    target_state: ModelState | None,
+    alignment: Tensor,
+    ids: Tensor,
     *,
+    most: int | None,
     opening: int = 0,
     anchors: Anchors | None = None,
     leave_open: bool = False,
-) -> tuple[HandoffPlan, Any]:
-    """Return the plan as it was really carried out, and the cache of all tokens before the tail (None for no token).
+) -> Steps[tuple[HandoffPlan, Any]]:
+    """Do what `carry_out` does, reading or translating at most `most` tokens a step; None: all at once.
 
     Args:
         opening: how many first tokens are those of many conversations (`Reading.opening`).
-        anchors: those by a signal are chosen here, when the middle has been translated; the plan that comes back has them.
-        leave_open: give an `OpenCache` where there can be one, whose tail is still to be read, and its first tokens with it where
-            that is one pass less.
+        anchors: those by a signal are chosen here, when the middle has been translated; the plan that comes back has them. With
+            anchors all is translated in one step.
+        leave_open: give an `OpenCache` where the rest is one step: the tail is still to be read into it, and the first tokens
+            with it where that is one pass less.
     """
     tokens, start, stop = plan.tokens, *plan.translated
     try:
@@ -526,12 +599,17 @@ def carry_out(
         cache = native_cache_of(plan, target, target_state)
         if start == stop:
             return plan, cache
-        if anchors is not None or plan.anchors:
-            cache = extend(target, cache, ids[:start], opening=opening)
-            return carry_anchors(plan, source, target, translator, source_state, cache, alignment, ids, anchors=anchors)
-        reads_first = cache is None and leave_open and reads_ends_at_once(plan, target, ids[:start], opening)
+        leave_open = leave_open and (most is None or start + plan.tail < most)
+        has_anchors = bool(plan.anchors) or (anchors is not None and anchors.needs_scores)
+        reads_first = cache is None and leave_open and not has_anchors
+        reads_first = reads_first and reads_ends_at_once(plan, target, ids[:start], opening)
         if not reads_first:
-            cache = extend(target, cache, ids[:start], opening=opening)
+            cache = yield from extend_in_parts(target, cache, ids[:start], most=most, opening=opening)
+        if translator.config.reads_source:
+            refuse_changed_angles(source, source_state.cache.get_seq_length())
+        known = (source, target, translator, source_state)
+        if has_anchors:
+            return carry_anchors(plan, *known, cache, alignment, ids, anchors=anchors)
         opened = OpenCache(
             target.rotary,
             target.geometry,
@@ -543,7 +621,9 @@ def carry_out(
             devices=cache_devices(target),
             before=cache,
         )
-        for piece in pieces_of_middle(plan, source, target, translator, source_state, alignment, ids):
+        for number, piece in enumerate(pieces_of_middle(plan, *known, alignment, ids, most=most)):
+            if most is not None and number:
+                yield
             opened.write(piece)
         return plan, opened if leave_open else opened.cache
     except UnsupportedCache as error:
@@ -571,7 +651,6 @@ def carry_anchors(
     is_chosen_here = anchors is not None and anchors.needs_scores
     source_kv, offset = None, 0
     if translator.config.reads_source:
-        refuse_changed_angles(source, source_state.cache.get_seq_length())
         offset = first_source_token(translator.config, int(alignment[start]), source_state.translated_until)
         wanted = wanted_of_source(plan, target, translator, source_state, alignment)
         source_kv = read_cache(
@@ -646,6 +725,8 @@ def pieces_of_middle(
     source_state: ModelState,
     alignment: Tensor,
     ids: Tensor,
+    *,
+    most: int | None = None,
 ) -> Iterator[Piece]:
     """Yield what `translate` gives, a few tokens at a time: layer, first token, keys, values of each.
 
@@ -655,7 +736,6 @@ def pieces_of_middle(
     skip, exact = not_held(plan, target), exact_layers(plan, translator)
     view, offset = None, 0
     if config.reads_source:
-        refuse_changed_angles(source, source_state.cache.get_seq_length())
         offset = first_source_token(config, int(alignment[start]), source_state.translated_until)
         view = view_cache(
             source_state.cache,
@@ -669,7 +749,7 @@ def pieces_of_middle(
     if exact > 1:  # the layers below depend on everything before: they are read once
         with torch.no_grad():
             below = native_layers(target, ids[:stop], exact)
-    for first, last in cut_middle(alignment, start + min(skip, default=0), stop):
+    for first, last in cut_middle(alignment, start + min(skip, default=0), stop, most):
         left_out = [max(0, min(start + n, last) - first) for n in skip]
         rows, part = alignment[first:last] - offset, None
         if view is not None:
@@ -688,11 +768,14 @@ def pieces_of_middle(
         yield ((layer, first + row, keys, values) for layer, row, keys, values in made)
 
 
-def cut_middle(alignment: Tensor, start: int, stop: int) -> list[tuple[int, int]]:
-    """Cut the target tokens [start, stop) into pieces, from the end: what a window holds is a piece, or some whole ones."""
-    pieces = []
+def cut_middle(alignment: Tensor, start: int, stop: int, most: int | None = None) -> list[tuple[int, int]]:
+    """Cut the target tokens [start, stop) into pieces, from the end: what a window holds is a piece, or some whole ones.
+
+    `most`: tokens of a piece; None for `PIECE_TOKENS`.
+    """
+    size, pieces = min(most or PIECE_TOKENS, PIECE_TOKENS), []
     while start < stop:
-        first = max(start, stop - PIECE_TOKENS)
+        first = max(start, stop - size)
         while stop - first > 1 and spread(alignment[first:stop]) > SPREAD * PIECE_TOKENS:
             first = (first + stop) // 2
         pieces.append((first, stop))
@@ -827,11 +910,25 @@ def native_cache_of(plan: HandoffPlan, target: LanguageModel, state: ModelState 
     return target_cache(target, kv.to(dtype=target.dtype))
 
 
-def extend(target: LanguageModel, cache: Any, ids: Tensor, *, opening: int = 0) -> Any:
-    """Return an exact cache of `ids`, of which `cache` holds the first tokens; `opening` as for `read_sinks`."""
+def extend(target: LanguageModel, cache: Any, ids: Tensor) -> Any:
+    """Return an exact cache of `ids`, of which `cache` holds the first tokens."""
+    return finished(extend_in_parts(target, cache, ids, most=None))
+
+
+def extend_in_parts(
+    target: LanguageModel, cache: Any, ids: Tensor, *, most: int | None, opening: int = 0
+) -> Steps[Any]:
+    """Do what `extend` does, reading at most `most` tokens a step; `opening` as for `read_sinks`."""
     if not len(ids):
         return cache if cache is not None else native_cache(target.model.config)
     if cache is None:
-        return target_cache(target, read_sinks(target, ids, opening=opening))
+        first = ids if most is None else ids[:most]
+        cache = target_cache(target, read_sinks(target, first, opening=opening))
+        if len(first) == len(ids):
+            return cache
+        yield
     held = int(cache.get_seq_length())
-    return prefill(target, ids[held:], cache=cache).cache if held < len(ids) else cache
+    if held == len(ids):
+        return cache
+    done = yield from prefill_in_parts(target, ids[held:], most=most, cache=cache)
+    return done.cache

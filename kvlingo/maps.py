@@ -69,7 +69,7 @@ class LayerMap(nn.Module):
             y = self.linear(x)
             if self.residual is not None:
                 y = y + self.residual(x)
-        return self.finish(*(self._by_head(side) for side in self._split(y.to(self.bias.dtype) + self.bias)))
+        return self.keys_and_values([y.to(self.bias.dtype) + self.bias])
 
     def first_products(self) -> tuple[Product, ...] | None:
         """Return the products that standardised features meet first; None for a structure that is not known.
@@ -97,23 +97,30 @@ class LayerMap(nn.Module):
             return None
         return Product(self.residual.enter.weight.T, self.residual.enter.bias)
 
-    def after(self, first: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return what `forward` does, from the first products with what is added to them: [tokens, columns], or by head."""
+    def after(self, first: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the outputs, from the first products with what is added to them.
+
+        Both are [tokens, columns], or [heads, tokens, columns] of keys and of values; multiplied in the products' dtype.
+        """
         linear, residual = self.linear, self.residual
         if isinstance(linear, SplitMap | HeadwiseMap):
-            keys, values, *rest = first
-            sides = [self._by_head(x) for x in (keys, values)]
-            if residual is not None:
-                beside = self._split(residual.leaving(rest[0]))
-                sides = [x + self._by_head(y) for x, y in zip(sides, beside, strict=True)]
-            return self.finish(*sides)
-        hidden = residual.enter.out_features if residual is not None else 0
-        y = first[0][:, : first[0].shape[-1] - hidden]
+            if residual is None:
+                return first
+            *sides, hidden = first
+            beside = self._split(residual.leaving(hidden))
+            return [self._by_head(x)[0] + self._by_head(y)[0] for x, y in zip(sides, beside, strict=True)]
+        hidden_columns = residual.enter.out_features if residual is not None else 0
+        y = first[0][:, : first[0].shape[-1] - hidden_columns]
         if isinstance(linear, LowRankMap):
             y = torch.addmm(self.bias.to(y.dtype), y, linear.up.to(y.dtype))
         if residual is not None:
-            y = y + residual.leaving(first[0][:, -hidden:])
-        return self.finish(*(self._by_head(x) for x in self._split(y)))
+            y = y + residual.leaving(first[0][:, -hidden_columns:])
+        return [y]
+
+    def keys_and_values(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return position-free keys and values, each [1, kv_heads, tokens, dim], of outputs as `after` gives them."""
+        sides = outputs if len(outputs) == 2 else self._split(outputs[0])
+        return self.finish(*(self._by_head(side) for side in sides))
 
     def _split(self, y: Tensor) -> Sequence[Tensor]:
         return y.split((self.shape.key_width, self.shape.value_width), dim=-1)

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import T5Config
 
-from kvlingo import cli
+from kvlingo import cli, compacting
 from kvlingo.language_model import LanguageModel
-from kvlingo.store import load_translator
+from kvlingo.sensitivity import SensitivityOptions
+from kvlingo.store import load_translator, read_manifest
 from kvlingo.workplace import TextsSeen, digest, fair_to_judge_on
 from tests import tiny
 
@@ -191,7 +192,8 @@ def test_compress_makes_a_smaller_translator_that_is_judged_and_distilled_anew(
     out = tmp_path / "small"
     whole = copy_of(fitted, tmp_path)
     before = {name: (whole / name).read_bytes() for name in ARTIFACT}
-    ran = run("compress", whole, "--out", out, "--budget-mb", "0.02", "--store", "int8", "--json")
+    flags = ["--budget-mb", "0.02", "--store", "int8", "--text", copy_texts(fitted), "--json"]
+    ran = run("compress", whole, "--out", out, *flags)
     told = last_json(ran)
     assert ran.code == 0, ran.err
     assert told["num_bytes"] == bytes_of(out) < 0.5 * bytes_of(whole)
@@ -232,10 +234,7 @@ def test_compress_refuses_what_it_can_not_read(fitted: Path, tmp_path: Path, run
     small = tmp_path / "small"
     assert_refused(run("compress", fitted, "--out", fitted, "--rank", "4"), "is the translator itself")
     assert_refused(run("compress", tmp_path / "none", "--out", small, "--rank", "4"), "there is no folder")
-    bare = copy_of(fitted, tmp_path)
-    shutil.rmtree(bare / "work")
-    assert_refused(run("compress", bare, "--out", small, "--rank", "4"), "holds no statistics", "--text")
-    assert run("compress", fitted, "--out", small, "--rank", "4").code == 0
+    assert run("compress", fitted, "--out", small, "--rank", "4", "--weigh", "deviation").code == 0
     assert_refused(run("compress", fitted, "--out", small, "--rank", "4"), "already holds a translator")
 
 
@@ -245,10 +244,36 @@ def test_compress_reads_text_anew_where_statistics_are_gone(
     bare = copy_of(fitted, tmp_path)
     for file in (bare / "work").glob("stats-*"):
         file.unlink()
-    ran = run("compress", bare, "--out", tmp_path / "small", "--rank", "4", "--text", pair.texts)
+    flags = ["--rank", "4", "--text", pair.texts, "--weigh", "deviation"]
+    ran = run("compress", bare, "--out", tmp_path / "small", *flags)
     assert ran.code == 0, ran.err
     assert "reading" in ran.err
     assert bytes_of(tmp_path / "small") < bytes_of(bare)
+
+
+def test_what_the_target_minds_is_measured_once(
+    fitted: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, texts = copy_of(fitted, tmp_path), copy_texts(fitted)
+    monkeypatch.setattr(compacting, "options_for", lambda _: SensitivityOptions(2, (32,), 12))
+    ran = run("compress", whole, "--out", tmp_path / "one", "--rank", "4", "--text", texts, "--json")
+    assert ran.code == 0, ran.err
+    first = last_json(ran)
+    assert first["weigh"] == "sensitivity"
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("models are not needed again")
+
+    monkeypatch.setattr(compacting, "load_pair", never)
+    again = last_json(run("compress", whole, "--out", tmp_path / "two", "--rank", "4", "--json"))
+    assert again["layers"] == first["layers"]
+    alike = last_json(
+        run("compress", whole, "--out", tmp_path / "three", "--rank", "4", "--weigh", "deviation", "--json")
+    )
+    assert alike["lost_share"] < first["lost_share"], "what is weighed alike loses least where all is counted alike"
+    monkeypatch.setattr(compacting, "options_for", lambda _: SensitivityOptions(3, (32,), 12))
+    manifest = read_manifest(whole)
+    assert compacting.saved_sensitivity(whole, manifest) is None, "of other options it is no good"
 
 
 def test_a_fit_keeps_a_budget(pair: SimpleNamespace, tmp_path: Path, run: Run) -> None:

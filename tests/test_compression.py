@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvlingo.compression import Compressed, CompressOptions, compress, refuse_budget
+from kvlingo.compression import Compressed, CompressOptions, compress, fitting_ranks, refuse_budget
 from kvlingo.errors import BadInput
 from kvlingo.geometry import Geometry, LayerGeometry, LayerRope
 from kvlingo.shapes import FitOptions, candidate_blocks
@@ -249,6 +250,24 @@ def test_room_for_everything_changes_nothing() -> None:
     small = compressed(whole, budget_bytes=10**9)
     assert small.translator.config == CONFIG
     assert max(lost(small.translator, whole).values()) < 1e-20
+
+
+@pytest.mark.parametrize(("storage", "text_rank"), [("bfloat16", 512), ("int8", 0)])
+def test_a_pair_of_32_layers_fits_into_150_mb(storage: Any, text_rank: int) -> None:
+    """By arithmetic, which the tests above hold against real files: 1,024 features of keys and values a side, hidden 4,096."""
+    side = Geometry((layer(4, 128, 128),) * 32, 4096, 128_000, None)
+    near = tuple(tuple(range(max(0, i - 1), min(32, i + 2))) for i in range(32))
+    config = TranslatorConfig(side, side, near, embedding_lags=(0, 1))
+    assert packed_bytes(config, "float32") > 1.4e9
+    options = CompressOptions(budget_bytes=150_000_000, storage=storage)
+    alike = torch.linspace(1.0, 0.1, 1024)
+    spectra: Any = {i: SimpleNamespace(gains=alike) for i in range(1, 32)}
+    small = replace(config, map_kind="lowrank", text_rank=text_rank)
+    ranks = fitting_ranks(small, spectra, options)
+    assert ranks is not None
+    assert min(ranks.values()) > 350
+    took = packed_bytes(replace(small, rank=max(ranks.values()), ranks=(0, *ranks.values())), storage)
+    assert 149e6 < took <= 150e6
 
 
 # --- what can't be done ------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from kvlingo.commands.options import (
     Tail,
     Target,
     Texts,
+    Weighing,
     fractions,
     numbers,
 )
@@ -81,22 +82,27 @@ def fit(
     }
     with stoppable(f"the statistics so far are kept in {out / 'work'}; the same command goes on from there"):
         from kvlingo import jobs
+        from kvlingo.processes import joined
 
-        result = jobs.fit_pair(
-            source,
-            target,
-            out,
-            texts=text or [],
-            changes=changes,
-            auto_map=map_kind is Map.auto,
-            no_text=no_text,
-            where=jobs.Where(device, dtype),
-            storage=store.value,
-            budget_bytes=None if budget_mb is None else round(1e6 * budget_mb),
-            overwrite=overwrite,
-            say=typer.echo,
-            tell=tell,
-        )
+        with joined() as processes:
+            result = jobs.fit_pair(
+                source,
+                target,
+                out,
+                texts=text or [],
+                changes=changes,
+                auto_map=map_kind is Map.auto,
+                no_text=no_text,
+                where=jobs.Where(device, dtype),
+                storage=store.value,
+                budget_bytes=None if budget_mb is None else round(1e6 * budget_mb),
+                overwrite=overwrite,
+                say=typer.echo,
+                tell=tell,
+                processes=processes,
+            )
+    if not processes.is_first:
+        return
     if verbose:
         print_layers(result["layers"])
     emit(result, as_json)
@@ -120,6 +126,10 @@ def compress(
         ),
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="With --flops: tokens of a conversation.")] = 2048,
+    weigh: Annotated[
+        Weighing,
+        typer.Option(help="What an error costs: what the target minds, by reading text; or all outputs alike, unread."),
+    ] = Weighing.sensitivity,
     store: Annotated[Storage, typer.Option(help="How to store the weights.")] = Storage.bfloat16,
     source: Source = None,
     target: Target = None,
@@ -145,6 +155,7 @@ def compress(
                 tokens=context,
                 storage=store.value,
             ),
+            weigh=weigh.value,
             source_name=source,
             target_name=target,
             texts=text or [],
@@ -166,7 +177,11 @@ def distill(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.", show_default=False)] = None,
     learning_rate: Annotated[float, typer.Option(min=0, help="Of AdamW, after warm-up.")] = 1e-4,
-    batch: Annotated[int, typer.Option(min=1, help="Hand-overs in a step.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Texts in a step.")] = 8,
+    tails: Annotated[
+        int,
+        typer.Option(min=1, help="Hand-overs made of each text, which differ in their tails and share what is frozen."),
+    ] = 1,
     context: Annotated[
         str, typer.Option(help="Context lengths to draw from, in target tokens.")
     ] = "64,128,192,256,384,512",
@@ -174,6 +189,14 @@ def distill(
     chat_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of hand-overs rendered in chat templates.")
     ] = 0.15,
+    keep_predictions: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Keep the target's own likeliest tokens, so many a position, for distilling again.",
+            show_default=False,
+        ),
+    ] = None,
     judged: Annotated[int, typer.Option(min=1, help="Held-out hand-overs to judge on.")] = 16,
     control: Annotated[Control | None, typer.Option(help="Distil a control instead.", show_default=False)] = None,
     dtype: Dtype = None,
@@ -188,6 +211,8 @@ def distill(
         "steps": steps,
         "learning_rate": learning_rate,
         "batch": batch,
+        "tails_each": tails,
+        "kept_predictions": keep_predictions,
         "context_tokens": tuple(contexts),
         "judged_context": (contexts[(len(contexts) - 1) // 2], contexts[-1]),
         "judged_examples": judged,
@@ -197,19 +222,23 @@ def distill(
     }
     with stoppable(f"{folder} is unchanged, a checkpoint is in {folder / 'work'}; the same command goes on from there"):
         from kvlingo import jobs
+        from kvlingo.processes import joined
 
-        result = jobs.distill_folder(
-            folder,
-            source_name=source,
-            target_name=target,
-            texts=text or [],
-            changes=changes,
-            control_name=None if control is None else control.value,
-            where=jobs.Where(device, dtype),
-            say=typer.echo,
-            tell=tell,
-        )
-    emit(result, as_json)
+        with joined() as processes:
+            result = jobs.distill_folder(
+                folder,
+                source_name=source,
+                target_name=target,
+                texts=text or [],
+                changes=changes,
+                control_name=None if control is None else control.value,
+                where=jobs.Where(device, dtype),
+                say=typer.echo,
+                tell=tell,
+                processes=processes,
+            )
+    if processes.is_first:
+        emit(result, as_json)
 
 
 def evaluate(

@@ -28,6 +28,13 @@ class Storage(StrEnum):
     int8 = "int8"
 
 
+class Weighing(StrEnum):
+    """What an error in a map's outputs costs."""
+
+    sensitivity = "sensitivity"
+    deviation = "deviation"
+
+
 class CheckedType(StrEnum):
     """What the models of a self-test compute in."""
 
