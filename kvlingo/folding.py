@@ -145,9 +145,8 @@ class Folded:
         exact: int,
     ) -> list[Mapped]:
         """Return keys and values of each target layer from `exact` on; arguments as for `Translator.forward`."""
-        given = (source, alignment, embeddings, start, skip, exact)
-        found = {layer: mapped for layer, _, mapped in self.pieces(*given)}
-        return [found[layer] for layer in sorted(found)]
+        made = self.pieces(source, alignment, embeddings, start, skip, exact)
+        return [mapped for _, mapped in sorted(made, key=lambda pair: pair[0])]
 
     def pieces(
         self,
@@ -157,8 +156,8 @@ class Folded:
         start: int,
         skip: Sequence[int],
         exact: int,
-    ) -> Iterator[tuple[int, int, Mapped]]:
-        """Yield a layer, its first row, and its keys and values of all rows from there on, as they are made."""
+    ) -> Iterator[tuple[int, Mapped]]:
+        """Yield what `apply` returns, each with its layer, as it is made: what is used at once need not be kept."""
         wanted = sorted((skip[layer], layer) for layer in self.maps if layer >= exact)
         for first, same in groupby(wanted, key=lambda pair: pair[0]):
             for layers in self._groups([layer for _, layer in same], len(alignment) - first):
@@ -169,8 +168,9 @@ class Folded:
                     here = slice(rows.start - first, rows.stop - first)
                     for layer in layers:
                         self.maps[layer].put(panel, text, here, room[layer])
+                panel = text = None
                 for layer in layers:
-                    yield layer, first, self.maps[layer].finished(room.pop(layer))
+                    yield layer, self.maps[layer].finished(room.pop(layer))
 
     def _groups(self, layers: Sequence[int], tokens: int) -> Iterable[list[int]]:
         """Cut layers into neighbours that are mapped together: as many as leave a chunk `GOOD_ROWS` tokens."""

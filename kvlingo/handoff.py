@@ -401,9 +401,7 @@ def hand_off_in_parts(
         plan = crossing.reprefill(distrust)
     if no_text:
         refuse_to_read(plan, sink)
-    # A tail that is more than a step is read after the others, in parts.
-    leave_open = not no_text and (most is None or plan.tail <= most)
-    plan, cache = yield from crossing.carry_out(plan, most, leave_open=leave_open)
+    plan, cache = yield from crossing.carry_out(plan, most, leave_open=not no_text)
     if no_text:
         refuse_to_read(plan, sink)
     translated = time.perf_counter()
@@ -592,8 +590,8 @@ def carry_out_in_parts(
         opening: how many first tokens are those of many conversations (`Reading.opening`).
         anchors: those by a signal are chosen here, when the middle has been translated; the plan that comes back has them. With
             anchors all is translated in one step.
-        leave_open: give an `OpenCache` where there can be one, whose tail is still to be read, and its first tokens with it where
-            that is one pass less.
+        leave_open: give an `OpenCache` where the rest is one step: the tail is still to be read into it, and the first tokens
+            with it where that is one pass less.
     """
     tokens, start, stop = plan.tokens, *plan.translated
     try:
@@ -601,12 +599,17 @@ def carry_out_in_parts(
         cache = native_cache_of(plan, target, target_state)
         if start == stop:
             return plan, cache
-        if anchors is not None or plan.anchors:
-            cache = yield from extend_in_parts(target, cache, ids[:start], most=most, opening=opening)
-            return carry_anchors(plan, source, target, translator, source_state, cache, alignment, ids, anchors=anchors)
-        reads_first = cache is None and leave_open and reads_ends_at_once(plan, target, ids[:start], opening)
+        leave_open = leave_open and (most is None or start + plan.tail < most)
+        has_anchors = bool(plan.anchors) or (anchors is not None and anchors.needs_scores)
+        reads_first = cache is None and leave_open and not has_anchors
+        reads_first = reads_first and reads_ends_at_once(plan, target, ids[:start], opening)
         if not reads_first:
             cache = yield from extend_in_parts(target, cache, ids[:start], most=most, opening=opening)
+        if translator.config.reads_source:
+            refuse_changed_angles(source, source_state.cache.get_seq_length())
+        known = (source, target, translator, source_state)
+        if has_anchors:
+            return carry_anchors(plan, *known, cache, alignment, ids, anchors=anchors)
         opened = OpenCache(
             target.rotary,
             target.geometry,
@@ -618,11 +621,8 @@ def carry_out_in_parts(
             devices=cache_devices(target),
             before=cache,
         )
-        given = (source, target, translator, source_state, alignment, ids)
-        for number, piece in enumerate(
-            pieces_of_middle(plan, *given, most=PIECE_TOKENS if most is None else min(most, PIECE_TOKENS))
-        ):
-            if number:
+        for number, piece in enumerate(pieces_of_middle(plan, *known, alignment, ids, most=most)):
+            if most is not None and number:
                 yield
             opened.write(piece)
         return plan, opened if leave_open else opened.cache
@@ -651,7 +651,6 @@ def carry_anchors(
     is_chosen_here = anchors is not None and anchors.needs_scores
     source_kv, offset = None, 0
     if translator.config.reads_source:
-        refuse_changed_angles(source, source_state.cache.get_seq_length())
         offset = first_source_token(translator.config, int(alignment[start]), source_state.translated_until)
         wanted = wanted_of_source(plan, target, translator, source_state, alignment)
         source_kv = read_cache(
@@ -727,7 +726,7 @@ def pieces_of_middle(
     alignment: Tensor,
     ids: Tensor,
     *,
-    most: int,
+    most: int | None = None,
 ) -> Iterator[Piece]:
     """Yield what `translate` gives, at most `most` tokens at a time: layer, first token, keys, values of each.
 
@@ -737,7 +736,6 @@ def pieces_of_middle(
     skip, exact = not_held(plan, target), exact_layers(plan, translator)
     view, offset = None, 0
     if config.reads_source:
-        refuse_changed_angles(source, source_state.cache.get_seq_length())
         offset = first_source_token(config, int(alignment[start]), source_state.translated_until)
         view = view_cache(
             source_state.cache,
@@ -770,12 +768,15 @@ def pieces_of_middle(
         yield ((layer, first + row, keys, values) for layer, row, keys, values in made)
 
 
-def cut_middle(alignment: Tensor, start: int, stop: int, most: int) -> list[tuple[int, int]]:
-    """Cut the target tokens [start, stop) into pieces, from the end: what a window holds is a piece, or some whole ones."""
-    pieces = []
+def cut_middle(alignment: Tensor, start: int, stop: int, most: int | None = None) -> list[tuple[int, int]]:
+    """Cut the target tokens [start, stop) into pieces, from the end: what a window holds is a piece, or some whole ones.
+
+    `most`: tokens of a piece; None for `PIECE_TOKENS`.
+    """
+    size, pieces = min(most or PIECE_TOKENS, PIECE_TOKENS), []
     while start < stop:
-        first = max(start, stop - most)
-        while stop - first > 1 and spread(alignment[first:stop]) > SPREAD * most:
+        first = max(start, stop - size)
+        while stop - first > 1 and spread(alignment[first:stop]) > SPREAD * PIECE_TOKENS:
             first = (first + stop) // 2
         pieces.append((first, stop))
         stop = first

@@ -160,8 +160,8 @@ class Translator(nn.Module):
             yield layer, skip[layer], keys, values
         folded = self._fold(rounded)
         if folded is not None:
-            for layer, row, (keys, values) in folded.pieces(source, alignment, embeddings, start, skip, exact):
-                yield layer, row, keys, values
+            for layer, (keys, values) in folded.pieces(source, alignment, embeddings, start, skip, exact):
+                yield layer, skip[layer], keys, values
             return
         mapped = self._plainly(source, alignment, embeddings, start, skip, exact)
         for layer, (keys, values) in enumerate(mapped, start=exact):
