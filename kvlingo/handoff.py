@@ -730,7 +730,7 @@ def pieces_of_middle(
 ) -> Iterator[Piece]:
     """Yield what `translate` gives, at most `most` tokens at a time: layer, first token, keys, values of each.
 
-    Only what a piece is made from is in memory beside it. Each has to be used before the next.
+    Only what a piece is made from is in memory beside it. Nothing of it is done before it is asked for its first layer.
     """
     config, (start, stop) = translator.config, plan.translated
     skip, exact = not_held(plan, target), exact_layers(plan, translator)
@@ -749,7 +749,8 @@ def pieces_of_middle(
     if exact > 1:  # the layers below depend on everything before: they are read once
         with torch.no_grad():
             below = native_layers(target, ids[:stop], exact)
-    for first, last in cut_middle(alignment, start + min(skip, default=0), stop, most):
+
+    def piece(first: int, last: int) -> Piece:
         left_out = [max(0, min(start + n, last) - first) for n in skip]
         rows, part = alignment[first:last] - offset, None
         if view is not None:
@@ -765,7 +766,11 @@ def pieces_of_middle(
             native=exact_piece(target, ids, (first, last), exact, left_out, below, device, dtype),
             rounded=target.dtype,
         )
-        yield ((layer, first + row, keys, values) for layer, row, keys, values in made)
+        for layer, row, keys, values in made:
+            yield layer, first + row, keys, values
+
+    for first, last in cut_middle(alignment, start + min(skip, default=0), stop, most):
+        yield piece(first, last)
 
 
 def cut_middle(alignment: Tensor, start: int, stop: int, most: int | None = None) -> list[tuple[int, int]]:

@@ -345,11 +345,12 @@ def test_pieces_give_what_the_plain_way_gives(
             torch.testing.assert_close(got[:, :, -held:], b[:, :, -held:], atol=EXACT, rtol=0)
 
 
-def test_the_middle_is_cut_from_its_end_and_where_the_source_jumps() -> None:
-    assert cut_middle(torch.arange(40), 3, 30, 8) == [(3, 6), (6, 14), (14, 22), (22, 30)]
-    assert cut_middle(torch.arange(40), 30, 30, 8) == []
+def test_the_middle_is_cut_from_its_end_and_where_the_source_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff_module, "PIECE_TOKENS", 8)
+    assert cut_middle(torch.arange(40), 3, 30) == [(3, 6), (6, 14), (14, 22), (22, 30)]
+    assert cut_middle(torch.arange(40), 30, 30) == []
     jump = torch.cat((torch.arange(10), torch.arange(1000, 1010)))
-    pieces = cut_middle(jump, 0, 20, 8)
+    pieces = cut_middle(jump, 0, 20)
     assert [start for start, _ in pieces] == [0, *[stop for _, stop in pieces[:-1]]]
     assert pieces[-1][1] == 20
     assert all(int(jump[a:b].max() - jump[a:b].min()) < 16 for a, b in pieces)
