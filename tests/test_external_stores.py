@@ -562,7 +562,7 @@ def test_a_password_comes_from_the_environment_and_goes_nowhere(
 def test_tls_is_spoken_and_checked(tmp_path: Path, redis_server: RedisServer) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl here, to make a certificate with")
-    kind = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost".split()
+    kind = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=localhost"]
     for name in ("server", "stranger"):
         files = ["-keyout", f"{name}.key", "-out", f"{name}.crt"]
         command = ["openssl", "req", *kind, "-addext", "subjectAltName=IP:127.0.0.1", *files]

@@ -13,8 +13,8 @@ import pytest
 
 from kvlingo.errors import KVLingoError
 from kvlingo.serve.external.entries import Entry, describe, new_id, parse
-from kvlingo.serve.external.servers import Server, start_server, transfer_of
 from kvlingo.serve.external.redis_store import PASSWORD
+from kvlingo.serve.external.servers import Server, start_server, transfer_of
 from kvlingo.serve.external.stores import FolderStore, Store
 from kvlingo.serve.external.twins import make_twins
 from kvlingo.serve.external.versions import installed, refuse_version
