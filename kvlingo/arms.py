@@ -26,7 +26,7 @@ from kvlingo.handoff import (
     hand_off,
     read_conversation,
 )
-from kvlingo.language_model import LanguageModel, Prefill, prefill
+from kvlingo.language_model import LanguageModel, prefill, read_in_pieces
 from kvlingo.plan import plan_handoff, reprefill_plan
 from kvlingo.reading import Reading, first_tokens
 from kvlingo.timing import cut
@@ -211,18 +211,9 @@ class Arm:
     prepare: Callable[[], Any] = lambda: None
 
 
-def read_in_chunks(lm: LanguageModel, ids: Tensor, chunk: int | None, cache: Any = None) -> Prefill:
-    """Let a model read ids at once, or `chunk` tokens at a time."""
-    pieces = ids.split(chunk) if chunk else (ids,)
-    done = prefill(lm, pieces[0], cache=cache)
-    for piece in pieces[1:]:
-        done = prefill(lm, piece, cache=done.cache)
-    return done
-
-
 def reprefill(case: Case, chunk: int | None) -> Arm:
     """Read everything again: what a hand-over is compared with."""
-    return Arm(lambda _: read_in_chunks(case.pair.target, case.read_again(), chunk).logits[-1])
+    return Arm(lambda _: read_in_pieces(case.pair.target, case.read_again(), chunk).logits[-1])
 
 
 def reprefill_delta(case: Case, chunk: int | None) -> Arm:
@@ -230,7 +221,7 @@ def reprefill_delta(case: Case, chunk: int | None) -> Arm:
 
     def run(cache: Any) -> Tensor:
         ids = case.read_again()
-        return read_in_chunks(case.pair.target, ids[len(ids) - case.new :], chunk, cache).logits[-1]
+        return read_in_pieces(case.pair.target, ids[len(ids) - case.new :], chunk, cache).logits[-1]
 
     return Arm(run, lambda: fork(case.older))
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvlingo.arms import ARMS, READS_ALL, SHORTEST, Arm, Case, Dial, Pair, apply_alone, read_in_chunks, stage
+from kvlingo.arms import ARMS, READS_ALL, SHORTEST, Arm, Case, Dial, Pair, apply_alone, stage
 from kvlingo.calibration import (
     HANDED_TOKENS,
     REPEATS,
@@ -54,11 +54,10 @@ from kvlingo.public_shapes import (
     shape_outline,
 )
 from kvlingo.store import WEIGHTS_FILE, load_translator, pack, unpack, verify_weights
-from kvlingo.timing import CHARS_PER_TOKEN, joined, peak_extra_bytes, timed_ms
+from kvlingo.timing import CHARS_PER_TOKEN, fastest_pieces, joined, peak_extra_bytes, timed_ms
 from kvlingo.translator import Translator, TranslatorConfig
 
 Tell = Callable[[str], None]
-CHUNK = 1024
 UNTRAINED = (
     "random weights in public shapes and random maps: timing needs no trained weights, and nothing is said of quality"
 )
@@ -294,7 +293,7 @@ def at_length(pair: Pair, length: int, options: BenchOptions, forecast: Forecast
     really_read = length <= options.reprefill_up_to
     case = stage(pair, length, options.dial, really_read=really_read, seed=options.seed)
     work = forecast.arms(case.tokens, case.new)
-    chunk = fastest_chunk(case) if really_read and "reprefill" in options.timed else None
+    chunk = fastest_pieces(case.pair.target, case.ids) if really_read and "reprefill" in options.timed else None
     arms = {name: ARMS[name](case, chunk) for name in options.timed if really_read or name not in READS_ALL}
     times, memory = timed_arms(arms, pair.target, options.repeats)
     found = {
@@ -311,15 +310,6 @@ def at_length(pair: Pair, length: int, options: BenchOptions, forecast: Forecast
         **speedups(found),
         "apply": apply_rate(case, forecast),
     }
-
-
-def fastest_chunk(case: Case) -> int | None:
-    """Return the pieces in which the target reads everything fastest, None for all at once: the baseline is the best one."""
-    choices = [None, CHUNK] if case.tokens > CHUNK else [None]
-    if len(choices) == 1:
-        return None
-    target = case.pair.target
-    return min(choices, key=lambda chunk: timed_ms(partial(read_in_chunks, target, case.ids, chunk), target))
 
 
 def timed_arms(
@@ -345,6 +335,7 @@ def measured(runs_ms: Sequence[float], peak: int | None, work: Work) -> dict[str
     return {
         "measured": True,
         "median_ms": statistics.median(runs_ms),
+        "predicted_error": 1e3 * work.seconds / statistics.median(runs_ms) - 1,
         "p90_ms": percentile(runs_ms, 0.9),
         "runs_ms": list(runs_ms),
         "peak_extra_bytes": peak,
@@ -357,6 +348,7 @@ def predicted(work: Work) -> dict[str, Any]:
     return {
         "measured": False,
         "median_ms": 1e3 * work.seconds,
+        "predicted_error": None,
         "p90_ms": None,
         "runs_ms": [],
         "peak_extra_bytes": None,

@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvlingo.cache import full_cache
+from kvlingo.cache import native_cache
 from kvlingo.cost import (
+    PIECE_TOKENS,
     HandoffCost,
     MapRates,
     Rates,
     ReadingRates,
     TargetCost,
-    attention_flops,
+    compared_flops,
     handoff_s,
+    laid_out_bytes,
     moved_bytes,
     weight_bytes,
 )
@@ -35,6 +37,7 @@ from kvlingo.timing import timed_ms
 from kvlingo.translator import Translator
 
 SAMPLED_LAYERS = 2
+MOST_SAMPLED_LAYERS = 8  # a model's layers of every kind are among its first so many, or the rest is taken to be alike
 CALLED_LAYERS = 6
 SAMPLED_TOKENS = (64, 256, 1024, 4096)
 HANDED_TOKENS = (256, 1024)
@@ -104,24 +107,38 @@ def measure_reading(lm: LanguageModel, *, repeats: int = REPEATS) -> ReadingRate
     whole = int(lm.model.config.get_text_config(decoder=True).num_hidden_layers)
     s_per_byte = seconds_per_byte(lm)
     s_per_pass, s_per_layer = seconds_per_call(lm, min(CALLED_LAYERS, whole), s_per_byte, 5 * repeats)
-    count = min(SAMPLED_LAYERS, whole)
+    count = sampled_layers(lm)
     cost, room = read_cost(lm, count), lm.geometry.max_positions
     lengths = [n for n in SAMPLED_TOKENS if room is None or n <= room] or [room or 1]
-    rows = [(2.0 * cost.token_weights * n, attention_flops(cost, n), weight_bytes(cost, n)) for n in lengths]
-    calls = s_per_pass + count * s_per_layer
-    spent = [max(pass_of_first(lm, count, n, repeats) - calls, 1e-9) for n in lengths]
+    rows = [(2.0 * cost.token_weights * n, compared_flops(cost, n), laid_out_bytes(cost, n)) for n in lengths]
+    calls = [-(-n // PIECE_TOKENS) * (s_per_pass + count * s_per_layer) for n in lengths]
+    spent = [max(pass_of_first(lm, count, n, repeats) - known, 1e-9) for n, known in zip(lengths, calls, strict=True)]
     s_per_flop, s_per_attention_flop, s_per_weight_byte = not_negative(rows, spent)
     return ReadingRates(s_per_flop, s_per_attention_flop, s_per_byte, s_per_layer, s_per_pass, s_per_weight_byte)
 
 
+def sampled_layers(lm: LanguageModel) -> int:
+    """Return how many first layers are timed: enough for one that slides and one that does not, where there are both."""
+    _, modules = decoder_layers(decoder_of(lm.model))
+    windows = [layer.window for layer in lm.geometry.layers]
+    first_of_each = [lm.geometry.cache_layers[windows.index(window)] + 1 for window in set(windows)]
+    wanted = max(SAMPLED_LAYERS, *first_of_each)
+    return min(len(modules), wanted if wanted <= MOST_SAMPLED_LAYERS else SAMPLED_LAYERS)
+
+
 def pass_of_first(lm: LanguageModel, layers: int, tokens: int, repeats: int) -> float:
-    """Return the seconds of a pass of the first layers over `tokens` tokens, without an output head."""
+    """Return the seconds in which the first layers read `tokens` tokens in pieces, without an output head.
+
+    They read into the model's own cache, as a re-prefill does: its sliding layers hold no more than their window.
+    """
     view = first_layers(lm.model, layers)
     positions = torch.arange(tokens, device=lm.device)[None]
     ids = positions % lm.geometry.vocab_size
 
     def read() -> None:
-        run(view, input_ids=ids, position_ids=positions, cache=full_cache(lm.model.config))
+        cache = native_cache(lm.model.config)
+        for some, places in zip(ids.split(PIECE_TOKENS, dim=1), positions.split(PIECE_TOKENS, dim=1), strict=True):
+            run(view, input_ids=some, position_ids=places, cache=cache)
 
     return median_s(read, lm, repeats)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvlingo.corpus import Example, examples, require_examples
 from kvlingo.language_model import LanguageModel, read_padded
+from kvlingo.processes import ALONE, Processes
 from kvlingo.shapes import FitOptions, base_config, candidate_blocks, feature_names
 from kvlingo.stats import GramStats, load_tensors, save_tensors
 from kvlingo.texts import Document
@@ -46,33 +47,48 @@ class Collector:
         outputs = {f"target/{layer}": config.target.layers[layer].width for layer in range(len(config.target))}
         pairs |= {(a, f"target/{layer}") for layer, blocks in enumerate(per_layer) for a in blocks}
         dims = {name: config.width(name) for name in self.features} | outputs
-        return GramStats(dims, pairs, tuple(outputs))
+        return GramStats(dims, pairs, tuple(outputs), multiplied_in=product_dtype(self.source, self.target))
 
     def collect(
-        self, documents: Sequence[Document], what: str, tokens: int, work_dir: Path | None, progress: Progress | None
+        self,
+        documents: Sequence[Document],
+        what: str,
+        tokens: int,
+        work_dir: Path | None,
+        progress: Progress | None,
+        processes: Processes = ALONE,
     ) -> GramStats:
-        """Read up to `tokens` target tokens of the documents; resume from `work_dir` if a run was cut short there."""
-        stats, saved = self.empty(), SavedStats(work_dir, what, self.key(tokens), digest_of(documents))
-        done = saved.restore(stats)
-        made = self._examples(documents)
-        number = 0
+        """Read up to `tokens` target tokens of the documents; resume from `work_dir` if a run was cut short there.
+
+        Several processes read a piece each in turn, the same pieces as one alone would; all end up with the sums over all.
+        """
+        saved = SavedStats(work_dir if processes.is_first else None, what, self.key(tokens), digest_of(documents))
+        stats = self.empty()
+        done = processes.told(saved.restore(stats))
+        read = 0
         try:
-            for number, example in enumerate(made, start=1):
+            for number, example in enumerate(self.pieces(documents, tokens), start=1):
+                start, stop = counted_tokens(example)
+                read += stop - start
                 if number <= done:
                     continue
-                if stats.tokens >= tokens:
-                    break
-                stats.add(self.blocks(example))
+                if processes.takes(number):
+                    stats.add(self.blocks(example))
                 done = number
                 if number % GIVE_BACK_EVERY == 0:
                     give_back_memory()
-                saved.maybe_save(stats, done)
+                if number % processes.count == 0 and processes.told(saved.is_due):
+                    stats.share(processes.add_up_at_first)
+                    saved.save(stats, done)
                 if progress is not None:
-                    progress(f"reading {what} text", min(stats.tokens, tokens), tokens)
+                    progress(f"reading {what} text", min(read, tokens), tokens)
         except BaseException:
-            if stats.is_whole:
+            # The first of several holds its own part alone: what it saved last stands.
+            if stats.is_whole and processes.count == 1:
                 saved.save(stats, done)
             raise
+        stats.share(processes.add_up_at_first)
+        stats.share(processes.take_from_first)
         require_examples(range(stats.tokens), f"{min(self.options.context_tokens)} tokens for {what}")
         saved.save(stats, done)
         return stats
@@ -81,6 +97,16 @@ class Collector:
         """Identify what the statistics of `tokens` tokens depend on, but for the texts."""
         facts = [self.source.fingerprint, self.target.fingerprint, tokens, asdict(self.options), "kinds in turn"]
         return json.dumps(facts, sort_keys=True, default=str)
+
+    def pieces(self, documents: Sequence[Document], tokens: int) -> Iterator[Example]:
+        """Yield the examples that are read until `tokens` tokens of them count: known before any model runs."""
+        counted = 0
+        for example in self._examples(documents):
+            if counted >= tokens:
+                return
+            start, stop = counted_tokens(example)
+            counted += stop - start
+            yield example
 
     def _examples(self, documents: Sequence[Document]) -> Iterable[Example]:
         """Cut all documents: kinds in turn, and a kind's documents in turn.
@@ -108,7 +134,7 @@ class Collector:
         source_kv = read_padded(self.source, self.source.ids(example.source.ids))
         ids = self.target.ids(example.target.ids)
         target_kv = read_padded(self.target, ids)
-        start, stop = max(1, example.at_source_start), int((example.alignment >= 0).sum())
+        start, stop = counted_tokens(example)
         alignment = example.alignment[start:stop]
         features = feature_blocks(
             self.features,
@@ -119,9 +145,25 @@ class Collector:
         )
         found = {name: dense(block) for name, block in features.items()}
         for layer in range(len(self.config.target)):
-            outputs = target_kv.flat(layer)[0][start : max(start, stop)]
+            outputs = target_kv.flat(layer)[0][start:stop]
             found[f"target/{layer}"] = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         return found
+
+
+def product_dtype(source: LanguageModel, target: LanguageModel) -> torch.dtype:
+    """Return the dtype in which statistics multiply: float32 where both models compute in bfloat16, else float64.
+
+    Rounding features to bfloat16 leaves noise of 1e-6 of their variance or more in every direction. Products in float32 err by
+    less than that (`tests/test_stats_ridge.py`), so that no map can learn from what they lose. Features that are known to more
+    digits can be told apart by dampings that would drown in it.
+    """
+    return torch.float32 if source.dtype == target.dtype == torch.bfloat16 else torch.float64
+
+
+def counted_tokens(example: Example) -> tuple[int, int]:
+    """Return which target tokens go into statistics, [first, last): no sinks, and nothing that the source has not read."""
+    start = max(1, example.at_source_start)
+    return start, max(start, int((example.alignment >= 0).sum()))
 
 
 def interleave(streams: Sequence[Iterable[Example]]) -> Iterable[Example]:
@@ -169,10 +211,10 @@ class SavedStats:
         stats.load_state_dict(state)
         return int(note["examples"])
 
-    def maybe_save(self, stats: GramStats, done: int) -> None:
-        """Save when two minutes have passed."""
-        if time.monotonic() - self.saved_at > SAVE_EVERY_SECONDS:
-            self.save(stats, done)
+    @property
+    def is_due(self) -> bool:
+        """Whether two minutes have passed since it was saved."""
+        return self.file is not None and time.monotonic() - self.saved_at > SAVE_EVERY_SECONDS
 
     def save(self, stats: GramStats, done: int) -> None:
         """Save now."""
@@ -184,10 +226,20 @@ class SavedStats:
 
 
 def load_statistics(
-    source: LanguageModel, target: LanguageModel, options: FitOptions, work_dir: Path
+    source: LanguageModel,
+    target: LanguageModel,
+    options: FitOptions,
+    work_dir: Path,
+    processes: Processes = ALONE,
 ) -> GramStats | None:
-    """Return the training statistics that `fit` left in `work_dir`; None where there are none of this pair and options."""
+    """Return the training statistics that `fit` left in `work_dir`; None where there are none of this pair and options.
+
+    Of several processes the first one reads the file, for all.
+    """
     collector = Collector(source, target, base_config(source, target, options), options)
-    saved = SavedStats(work_dir, "training", collector.key(options.tokens))
+    saved = SavedStats(work_dir if processes.is_first else None, "training", collector.key(options.tokens))
     stats = collector.empty()
-    return stats if saved.restore(stats) else None
+    if not processes.told(saved.restore(stats)):
+        return None
+    stats.share(processes.take_from_first)
+    return stats

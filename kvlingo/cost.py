@@ -14,6 +14,8 @@ from kvlingo.plan import HandoffPlan, SpanKind
 
 # A pass over a few tokens takes as long as one over this many: reading the weights bounds it, not arithmetic.
 SHORT_PASS_TOKENS = 16
+# A long text is read in pieces of so many tokens: what slides is then compared with little more than its window.
+PIECE_TOKENS = 1024
 LONGEST = 1 << 20
 
 
@@ -59,6 +61,25 @@ def attention_flops(target: TargetCost, tokens: int, *, after: int = 0) -> float
         4.0 * width * (pairs(after + tokens, window) - pairs(after, window))
         for width, window in zip(target.query_widths, target.windows, strict=True)
     )
+
+
+def compared(tokens: int, window: int | None, *, after: int = 0) -> int:
+    """Return the (query, key) pairs that attention works through when `tokens` tokens are read in pieces after `after` others.
+
+    More than `pairs` counts: every query of a piece is compared with every key that the layer then holds, `window` - 1 and the
+    piece itself, and what it may not see is masked. Only a first piece that fits a window is worked through as a triangle.
+    """
+    held = LONGEST if window is None else window - 1
+    total = 0
+    if not after and tokens:
+        first = min(tokens, PIECE_TOKENS)
+        total = first * (first + 1) // 2 if window is None or first <= window else first * first
+        tokens, after = tokens - first, first
+    whole, rest = divmod(tokens, PIECE_TOKENS)
+    growing = min(whole, max(0, -(-(held - after) // PIECE_TOKENS)))  # pieces that find less than `held` keys
+    total += growing * PIECE_TOKENS * after + PIECE_TOKENS**2 * (growing * (growing - 1) // 2)
+    total += (whole - growing) * PIECE_TOKENS * held + whole * PIECE_TOKENS**2
+    return total + rest * (min(after + whole * PIECE_TOKENS, held) + rest)
 
 
 def pairs(tokens: int, window: int | None) -> int:
@@ -194,11 +215,11 @@ class ReadingRates:
 
     Fields:
         s_per_flop: of its products, with all that grows with tokens like them (norms, rotations, activations).
-        s_per_attention_flop: of attention.
+        s_per_attention_flop: of attention, over all that is compared.
         s_per_byte: of weights and caches that a pass reads.
         s_per_layer: of a layer's call, however few its tokens.
         s_per_pass: of a pass, however few its layers.
-        s_per_weight_byte: of weights that a pass over many tokens reads; 0 where that hides behind its products.
+        s_per_weight_byte: of weights that are laid out anew for products of many tokens; 0 where that hides behind the products.
     """
 
     s_per_flop: float
@@ -276,21 +297,37 @@ def moved_bytes(target: TargetCost, handoff: HandoffCost, middle: int) -> float:
 
 
 def pass_s(target: TargetCost, rates: ReadingRates, tokens: int, *, after: int = 0, logits: bool = True) -> float:
-    """Return the seconds of a pass: its calls, then whichever takes longer, its products or reading its weights.
+    """Return the seconds of reading in pieces: calls, then whichever takes longer, products or reading weights.
 
-    calls + max(products + weights that don't hide, weights) + max(attention, cache) + head; without `logits` no head.
+    calls + max(products + weights laid out, weights) + max(attention, cache) + head; without `logits` no head.
     """
     if not tokens:
         return 0.0
-    weights, products = weight_bytes(target, tokens), 2.0 * target.token_weights * tokens
+    pieces = -(-tokens // PIECE_TOKENS)
+    weights = pieces * weight_bytes(target, min(tokens, PIECE_TOKENS))
+    products = 2.0 * target.token_weights * tokens * rates.s_per_flop
     cached = cached_features(target, after) * target.bytes_per_value
     return (
-        rates.s_per_pass
-        + len(target.windows) * rates.s_per_layer
-        + max(products * rates.s_per_flop + weights * rates.s_per_weight_byte, weights * rates.s_per_byte)
-        + max(attention_flops(target, tokens, after=after) * rates.s_per_attention_flop, cached * rates.s_per_byte)
+        pieces * (rates.s_per_pass + len(target.windows) * rates.s_per_layer)
+        + max(products + laid_out_bytes(target, tokens) * rates.s_per_weight_byte, weights * rates.s_per_byte)
+        + max(compared_flops(target, tokens, after=after) * rates.s_per_attention_flop, cached * rates.s_per_byte)
         + (target.head_weights * target.bytes_per_value * rates.s_per_byte if logits else 0.0)
     )
+
+
+def compared_flops(target: TargetCost, tokens: int, *, after: int = 0) -> float:
+    """Return the FLOPs that attention takes, with what is masked: Σ_layers 4 · query width · pairs compared."""
+    return sum(
+        4.0 * width * compared(tokens, window, after=after)
+        for width, window in zip(target.query_widths, target.windows, strict=True)
+    )
+
+
+def laid_out_bytes(target: TargetCost, tokens: int) -> float:
+    """Return the bytes of weights that reading in pieces lays out for products: none for one token, all for a short pass on."""
+    whole, rest = divmod(tokens, PIECE_TOKENS)
+    share = min(1.0, (rest - 1) / (SHORT_PASS_TOKENS - 1)) if rest else 0.0
+    return whole * weight_bytes(target, PIECE_TOKENS) + share * weight_bytes(target, rest)
 
 
 def handoff_s(

@@ -7,6 +7,7 @@ the maps worse.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
@@ -21,10 +22,11 @@ from torch import Tensor, nn
 
 from kvlingo.corpus import Example, random_examples
 from kvlingo.errors import BadInput
-from kvlingo.judging import native_logits, translated_logits
-from kvlingo.language_model import LanguageModel, read
-from kvlingo.metrics import kl_nats
-from kvlingo.objective import example_loss, small_vocabulary
+from kvlingo.judging import Judged, frozen_parts, judged_kl
+from kvlingo.language_model import LanguageModel
+from kvlingo.objective import frozen_side, loss_beside, small_vocabulary
+from kvlingo.predictions import KeptPredictions
+from kvlingo.processes import ALONE, Processes
 from kvlingo.stats import GramStats, load_tensors, save_tensors
 from kvlingo.texts import Document
 from kvlingo.translator import Translator, without_residual
@@ -40,12 +42,15 @@ class DistillOptions:
 
     Fields:
         steps, minutes: stop at whichever comes first; None for no such bound.
-        batch: hand-overs per optimiser step, read one after another (gradient accumulation).
+        batch: texts per optimiser step, read one after another (gradient accumulation).
         tails: tail lengths to draw from.
+        tails_each: hand-overs made of each text, which differ in their tails: the frozen models run once for all of them.
         ce_weight: λ of the cross-entropy term.
         whitening_damping: relative to the mean diagonal, as in ridge.
         vocabulary: the loss compares both distributions over this many of the text's most frequent tokens (renormalised);
             None for all. Judging on held-out text always uses all.
+        kept_predictions: keep so many of the likeliest tokens of the target's own predictions on disk, and compare with those,
+            all others taken as one; for texts that are distilled on more than once. None: nothing is kept.
     """
 
     steps: int | None = None
@@ -58,12 +63,14 @@ class DistillOptions:
     context_tokens: tuple[int, ...] = (64, 128, 192, 256, 384, 512)
     continuation_tokens: int = 96
     tails: tuple[int, ...] = (1, 1, 1, 2, 4, 8, 16)
+    tails_each: int = 1
     chat_share: float = 0.15
     judge_every: int = 25
     judged_examples: int = 16
     judged_context: tuple[int, ...] = (192, 512)
     whitening_damping: float = 1e-3
     vocabulary: int | None = 8192
+    kept_predictions: int | None = None
     seed: int = 0
 
 
@@ -108,31 +115,42 @@ def distill(
     *,
     work_dir: Path | None = None,
     report: Report | None = None,
+    processes: Processes = ALONE,
 ) -> Distilled:
     """Train a translator's maps through the frozen target; keep the best on held-out text.
 
     `translator` is trained in place and ends up holding the best weights. With `work_dir`, a checkpoint is kept there and a
-    second run goes on from it. Raises `BadInput` for too little text.
+    second run goes on from it. Several processes share each step's hand-overs and move the same maps by the same gradient; the
+    first one judges. Raises `BadInput` for too little text, and for more processes than a step has hand-overs.
     """
     options = options or DistillOptions()
     if options.steps is None and options.minutes is None:
         raise BadInput("distilling needs an end: give --steps or --minutes")
-    run = Run(translator, source, target, list(training), stats, options, work_dir, report)
-    judged = judged_examples(held_out, source, target, options)
+    if not 1 <= options.tails_each <= len(set(options.tails)):
+        raise BadInput(
+            f"{options.tails_each} hand-overs of each text: there are {len(set(options.tails))} different tails"
+        )
+    processes.refuse_more_than(options.batch, "texts a step")
+    run = Run(translator, source, target, list(training), stats, options, work_dir, report, processes)
+    judged = judged_examples(held_out, source, target, options) if processes.is_first else []
     known = translator.config.fitted_tokens
     if known is not None:  # plans warn beyond it
         translator.config = replace(translator.config, fitted_tokens=max(known, *options.context_tokens))
-    return drop_idle_residual(run.train(judged), target, judged)
+    return drop_idle_residual(run.train(judged), target, judged, processes)
 
 
-def drop_idle_residual(done: Distilled, target: LanguageModel, judged: Sequence[Judged]) -> Distilled:
+def drop_idle_residual(
+    done: Distilled, target: LanguageModel, judged: Sequence[Judged], processes: Processes = ALONE
+) -> Distilled:
     """Leave the MLP residual out where held-out KL is no better with it."""
     if not done.translator.config.residual_width:
         return done
     linear = without_residual(done.translator).eval()
-    gained = 1 - judged_kl(done.translator, target, judged) / max(judged_kl(linear, target, judged), 1e-30)
-    is_better = gained > LEAST_GAIN
-    return done if is_better else replace(done, translator=linear)
+    is_better = True
+    if processes.is_first:
+        gained = 1 - judged_kl(done.translator, target, judged) / max(judged_kl(linear, target, judged), 1e-30)
+        is_better = gained > LEAST_GAIN
+    return done if processes.told(is_better) else replace(done, translator=linear)
 
 
 class Run:
@@ -148,11 +166,14 @@ class Run:
         options: DistillOptions,
         work_dir: Path | None,
         report: Report | None,
+        processes: Processes = ALONE,
     ) -> None:
+        self.processes = processes
         self.translator, self.source, self.target = translator.train(), source, target
         self.training, self.options, self.report = training, options, report
         self.file = None if work_dir is None else work_dir / "distillation.safetensors"
         self.view = small_vocabulary(target, self.training, options.vocabulary)
+        self.kept = self.keeper(work_dir)
         # A target in bfloat16 says that this machine is fast in it, and reads translated keys and values in it anyway.
         is_fast = target.dtype == torch.bfloat16
         translator.multiply_in_bfloat16(is_fast)
@@ -170,13 +191,14 @@ class Run:
     def train(self, judged: list[Judged]) -> Distilled:
         """Run to the end of the options' bounds."""
         self.restore()
+        self.processes.require_alike({"the step of the checkpoint": self.step})
         started, saved = time.monotonic() - self.seconds, time.monotonic()
         if self.step == 0:
             self.judge(judged)
         try:
             while not self.finished():
                 loss = self.one_step()
-                self.seconds = time.monotonic() - started
+                self.seconds = self.processes.told(time.monotonic() - started)
                 self.curve.steps.append(self.step)
                 self.curve.loss_nats.append(loss)
                 if self.step % self.options.judge_every == 0 or self.finished():
@@ -196,6 +218,16 @@ class Run:
         self.translator.multiply_in_bfloat16(False)
         return Distilled(self.translator.eval(), self.curve, self.best_step, self.step, self.seconds)
 
+    def keeper(self, work_dir: Path | None) -> KeptPredictions | None:
+        """Return where predictions are kept: beside the work of all that is distilled from the same fit."""
+        if work_dir is None or self.options.kept_predictions is None:
+            return None
+        head = (
+            "whole" if self.view is None else hashlib.sha256(json.dumps(self.view.place.tolist()).encode()).hexdigest()
+        )
+        facts = [self.target.fingerprint, str(self.target.dtype), head]
+        return KeptPredictions(work_dir.parent / "predictions", self.options.kept_predictions, facts)
+
     def progress(self) -> float:
         """Return how much of the run is done, 0 … 1."""
         options = self.options
@@ -214,8 +246,8 @@ class Run:
             return self.options.learning_rate * (done / warm + 1e-2)
         return self.options.learning_rate * 0.5 * (1 + math.cos(math.pi * (done - warm) / (1 - warm)))
 
-    def one_step(self) -> float:
-        """Accumulate one batch and move the maps once; return the batch's mean loss."""
+    def draw(self) -> list[tuple[Example, list[int]]]:
+        """Return the texts of the step to come, each with its tails: the same whenever they are drawn."""
         options = self.options
         seed = f"{options.seed}-{self.step}"
         batch = random_examples(
@@ -229,15 +261,23 @@ class Run:
             count=options.batch,
         )
         rng = random.Random(seed)
+        if options.tails_each == 1:
+            return [(example, [rng.choice(options.tails)]) for example in batch]
+        return [(example, rng.sample(sorted(set(options.tails)), options.tails_each)) for example in batch]
+
+    def one_step(self) -> float:
+        """Accumulate one batch and move the maps once; return the batch's mean loss."""
+        options, batch = self.options, self.draw()
         total = 0.0
-        for example in batch:
-            tail = rng.choice(options.tails)
-            loss = example_loss(
-                self.translator, self.source, self.target, example, tail, options.ce_weight, view=self.view
-            )
-            (loss / len(batch)).backward()
-            total += float(loss.detach())
-            self.tokens_read += example.context_tokens + options.continuation_tokens
+        share = 1 / (len(batch) * options.tails_each)
+        for example, tails in batch[self.processes.rank :: self.processes.count]:
+            frozen = frozen_side(self.translator, self.source, self.target, example, self.view, self.kept)
+            for tail in tails:
+                loss = loss_beside(self.translator, self.target, frozen, tail, options.ce_weight, view=self.view)
+                (share * loss).backward()
+                total += share * float(loss.detach())
+        self.tokens_read += sum(e.context_tokens + options.continuation_tokens for e, _ in batch)
+        total = self.sum_over_processes(total)
         for coordinate in self.coordinates:
             coordinate.pull_gradient()
         nn.utils.clip_grad_norm_([c.delta for c in self.coordinates], options.clip)
@@ -247,11 +287,21 @@ class Run:
         for coordinate in self.coordinates:
             coordinate.push_value()
         self.step += 1
-        return total / len(batch)
+        return total
+
+    def sum_over_processes(self, loss: float) -> float:
+        """Put the gradient of the whole batch into every process's maps; return the whole batch's loss."""
+        for coordinate in self.coordinates:
+            if coordinate.parameter.grad is not None:
+                self.processes.add_up(coordinate.parameter.grad)
+        whole = torch.tensor(loss, dtype=torch.float64)
+        self.processes.add_up(whole)
+        return float(whole)
 
     def judge(self, judged: list[Judged]) -> None:
-        """Measure held-out KL; remember the weights if they are the best so far."""
-        kl = judged_kl(self.translator, self.target, judged)
+        """Measure held-out KL; remember the weights if they are the best so far. The first of several processes does it."""
+        mine = judged_kl(self.translator, self.target, judged) if self.processes.is_first else math.nan
+        kl = self.processes.told(mine)
         self.curve.judged_steps.append(self.step)
         self.curve.held_out_kl_nats.append(kl)
         if kl < self.best_kl:
@@ -260,7 +310,7 @@ class Run:
 
     def tell(self, loss: float) -> None:
         """Report progress."""
-        if self.report is not None:
+        if self.report is not None and self.processes.is_first:
             self.report(
                 {
                     "step": self.step,
@@ -275,8 +325,8 @@ class Run:
     # --- checkpoint ---
 
     def checkpoint(self) -> None:
-        """Write all state, whole or not at all."""
-        if self.file is None:
+        """Write all state, whole or not at all; the same in all processes, the first one writes it."""
+        if self.file is None or not self.processes.is_first:
             return
         tensors = {f"best.{k}": v for k, v in self.best.items()}
         for i, c in enumerate(self.coordinates):
@@ -320,22 +370,11 @@ class Run:
 
 def _same_options(saved: str, options: DistillOptions) -> bool:
     bounds = ("steps", "minutes")
-    mine = json.loads(json.dumps(asdict(options)))
-    return {k: v for k, v in json.loads(saved).items() if k not in bounds} == {
-        k: v for k, v in mine.items() if k not in bounds
-    }
+    mine, plain = (json.loads(json.dumps(asdict(each))) for each in (options, DistillOptions()))
+    theirs = {**plain, **json.loads(saved)}  # an option that is younger than the checkpoint was as it is by default
+    return {k: v for k, v in theirs.items() if k not in bounds} == {k: v for k, v in mine.items() if k not in bounds}
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A held-out hand-over whose frozen parts are computed once."""
-
-    example: Example
-    native: Tensor
-    source_kv: Any
-
-
-@torch.no_grad()
 def judged_examples(
     documents: Sequence[Document], source: LanguageModel, target: LanguageModel, options: DistillOptions
 ) -> list[Judged]:
@@ -352,17 +391,5 @@ def judged_examples(
             seed=f"held-out-{options.seed}-{number}",
             count=1,
         )[0]
-        native = native_logits(target, drawn).to(torch.bfloat16)
-        found.append(Judged(drawn, native, read(source, source.ids(drawn.source.ids))))
-    return found
-
-
-@torch.no_grad()
-def judged_kl(translator: Translator, target: LanguageModel, judged: Sequence[Judged], *, tail: int = 1) -> float:
-    """Return the mean held-out KL in nats."""
-    total = 0.0
-    for item in judged:
-        source_kv = item.source_kv if translator.config.reads_source else None
-        logits = translated_logits(translator, target, item.example, source_kv, tail=tail)
-        total += float(kl_nats(item.native, logits).mean())
-    return total / len(judged)
+        found.append(drawn)
+    return frozen_parts(source, target, found, dtype=torch.bfloat16)

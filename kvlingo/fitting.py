@@ -17,9 +17,10 @@ from torch import Tensor
 
 from kvlingo.collecting import Collector, Progress
 from kvlingo.errors import UnsupportedModel
-from kvlingo.judging import held_out_examples, held_out_kl
+from kvlingo.judging import frozen_parts, held_out_examples, judged_kl
 from kvlingo.language_model import LanguageModel
 from kvlingo.pairing import window
+from kvlingo.processes import ALONE, Processes
 from kvlingo.ridge import choose_damping, factor, require_enough, solve
 from kvlingo.shapes import FitOptions, base_config, candidate_centres, norm_choices, with_layers
 from kvlingo.stats import GramStats, Moments
@@ -49,11 +50,13 @@ def fit(
     *,
     work_dir: Path | None = None,
     progress: Progress | None = None,
+    processes: Processes = ALONE,
 ) -> Fit:
     """Fit one translator by ridge regression on paired caches (arXiv 2609.32610, stage 1).
 
     With `work_dir` the statistics are saved there every two minutes and on Ctrl-C; a second run with the same options goes
-    on from there. Raises `BadInput` for too little text, `UnsupportedModel` for a target that can only be a source.
+    on from there. Several processes share the reading, and then each solves the same sums. Raises `BadInput` for too little text,
+    `UnsupportedModel` for a target that can only be a source.
     """
     if target.target_refusal is not None:
         raise UnsupportedModel(f"{target.name} can't be a target: {target.target_refusal}")
@@ -61,10 +64,11 @@ def fit(
     split = split_documents(documents, held_out_share=options.held_out_share, seed=options.seed)
     config = base_config(source, target, options)
     collector = Collector(source, target, config, options)
-    held_out = collector.collect(split.held_out, "held-out", max(options.tokens // 10, 1), work_dir, progress)
-    stats = collector.collect(split.training, "training", options.tokens, work_dir, progress)
+    held_out_tokens = max(options.tokens // 10, 1)
+    held_out = collector.collect(split.held_out, "held-out", held_out_tokens, work_dir, progress, processes)
+    stats = collector.collect(split.training, "training", options.tokens, work_dir, progress, processes)
     require_enough(stats.tokens, max(config.feature_width(layer) for layer in range(len(config.target))))
-    judged = held_out_examples(split.held_out, source, target, options)
+    judged = frozen_parts(source, target, held_out_examples(split.held_out, source, target, options))
     solved = solve_layers(config, stats, held_out, options, progress)
     # Held-out error picks each layer's window; held-out KL has the last word on whether moving windows, and ending in the
     # target's key norm, helped at all.
@@ -72,7 +76,7 @@ def fit(
     candidates = [build(c, solved, pick, target) for c in norm_choices(config, target, options) for pick in picks]
     scored = []
     for number, (t, c) in enumerate(candidates, start=1):
-        scored.append((held_out_kl(source, target, t, judged), t, c))
+        scored.append((judged_kl(t, target, judged) if judged else None, t, c))
         if progress is not None:
             progress("judging on held-out text", number, len(candidates))
     kl, translator, choices = min(scored, key=lambda s: math.inf if s[0] is None else s[0])

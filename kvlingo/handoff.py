@@ -21,11 +21,20 @@ from kvlingo.batches import prefill_batch, side_by_side
 from kvlingo.cache import KV, append_kv, can_fork, concat, fork, native_cache, read_cache, take_row, write_cache
 from kvlingo.confidence import Confidence
 from kvlingo.errors import BadInput, UnsupportedCache
-from kvlingo.language_model import LanguageModel, cache_devices, native_layers, prefill, read, read_sinks
+from kvlingo.language_model import (
+    LanguageModel,
+    cache_devices,
+    native_layers,
+    prefill,
+    prefill_in_parts,
+    read,
+    read_sinks,
+)
 from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan, with_anchors
 from kvlingo.reading import Reading, read_chat, read_text
 from kvlingo.recompute import recompute
 from kvlingo.signs import Seen, signs_of
+from kvlingo.steps import Steps, finished, parts
 from kvlingo.translator import Translator, TranslatorConfig, check_geometry, first_read
 from kvlingo.trust import Evidence, doubts, embeddings_of, exact_layers, first_layers_of, place_of
 
@@ -313,6 +322,51 @@ def hand_off(
     A hand-over that can't be made exactly as planned becomes a re-prefill; `plan.fallback` says why. With `no_text` it raises
     `UnsupportedCache` instead: a re-prefill would read the text.
     """
+    return finished(
+        hand_off_in_parts(
+            conversation,
+            source,
+            target,
+            translator,
+            most=None,
+            sink=sink,
+            tail=tail,
+            native_layers=native_layers,
+            source_state=source_state,
+            target_state=target_state,
+            reading=reading,
+            no_text=no_text,
+            distrust=distrust,
+            anchors=anchors,
+            confidence=confidence,
+            watched=watched,
+        )
+    )
+
+
+def hand_off_in_parts(
+    conversation: Conversation,
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    *,
+    most: int | None,
+    sink: int = 1,
+    tail: int = 1,
+    native_layers: int = 0,
+    source_state: ModelState | None = None,
+    target_state: ModelState | None = None,
+    reading: Reading | None = None,
+    no_text: bool = False,
+    distrust: str | None = None,
+    anchors: Anchors | None = None,
+    confidence: Confidence | None = None,
+    watched: bool = False,
+) -> Steps[HandOff]:
+    """Do what `hand_off` does, reading or translating at most `most` tokens a step; None: all at once.
+
+    Whoever takes the steps sees that no gradients are made. Nothing that was given changes, also where it is left in the middle.
+    """
     _refuse_dial(source, target, translator, no_text=no_text, anchors=anchors)
     started = time.perf_counter()
     if source_state is None:
@@ -334,17 +388,17 @@ def hand_off(
         plan = crossing.reprefill(distrust)
     if no_text:
         refuse_to_read(plan, sink)
-    plan, cache = crossing.carry_out(plan)
+    plan, cache = yield from crossing.carry_out(plan, most)
     if no_text:
         refuse_to_read(plan, sink)
     translated = time.perf_counter()
     is_watched = (watched or confidence is not None) and plan.fallback is None and not no_text
-    cache, logits = _read_rest(target, crossing.ids, cache, plan.tail if is_watched else 1)
+    cache, logits = yield from _read_rest(target, crossing.ids, cache, plan.tail if is_watched else 1, most)
     signs = crossing.signs(plan, cache, logits) if is_watched and logits is not None else None
     doubt = None if signs is None or confidence is None else confidence.doubt(signs)
     if confidence is not None and doubt is not None and doubt > confidence.threshold:
-        plan, cache = crossing.carry_out(crossing.reprefill(confidence.reason(doubt)))
-        cache, logits = _read_rest(target, crossing.ids, cache, 1)
+        plan, cache = yield from crossing.carry_out(crossing.reprefill(confidence.reason(doubt)), most)
+        cache, logits = yield from _read_rest(target, crossing.ids, cache, 1, most)
     finished = time.perf_counter()
     timings = {
         "source_prefill": 1e3 * (source_read - started),
@@ -411,8 +465,8 @@ class _Crossing:
     def reprefill(self, reason: str) -> HandoffPlan:
         return reprefill_plan(len(self.reading), reason, native=self.native, earlier=self.earlier)
 
-    def carry_out(self, plan: HandoffPlan) -> tuple[HandoffPlan, Any]:
-        return carry_out(
+    def carry_out(self, plan: HandoffPlan, most: int | None) -> Steps[tuple[HandoffPlan, Any]]:
+        return carry_out_in_parts(
             plan,
             self.source,
             self.target,
@@ -421,6 +475,7 @@ class _Crossing:
             self.target_state,
             self.alignment,
             self.ids,
+            most=most,
             opening=self.reading.opening,
             anchors=self.anchors if plan.fallback is None else None,
         )
@@ -441,12 +496,18 @@ class _Crossing:
         return signs_of(seen, untrusted=self.source_state.translated_until)
 
 
-def _read_rest(target: LanguageModel, ids: Tensor, cache: Any, rows: int) -> tuple[Any, Tensor | None]:
+def _read_rest(
+    target: LanguageModel, ids: Tensor, cache: Any, rows: int, most: int | None
+) -> Steps[tuple[Any, Tensor | None]]:
     """Let the target read what its cache lacks of `ids`; return the logits [rows, vocabulary] of the last `rows` tokens."""
     rest = ids[cache.get_seq_length() if cache is not None else 0 :]
     if not len(rest):
         return cache, None
-    done = prefill(target, rest, cache=cache, full_length=True, logits_to_keep=min(rows, len(rest)))
+    if most is not None and len(rest) >= most:
+        yield
+    done = yield from prefill_in_parts(
+        target, rest, most=most, cache=cache, full_length=True, logits_to_keep=min(rows, len(rest))
+    )
     return done.cache, done.logits
 
 
@@ -474,15 +535,32 @@ def carry_out(
     target_state: ModelState | None,
     alignment: Tensor,
     ids: Tensor,
+) -> tuple[HandoffPlan, Any]:
+    """Return the plan as it was really carried out, and the cache of all tokens before the tail (None for no token)."""
+    known = (source, target, translator, source_state, target_state, alignment, ids)
+    return finished(carry_out_in_parts(plan, *known, most=None))
+
+
+def carry_out_in_parts(
+    plan: HandoffPlan,
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    source_state: ModelState,
+    target_state: ModelState | None,
+    alignment: Tensor,
+    ids: Tensor,
     *,
+    most: int | None,
     opening: int = 0,
     anchors: Anchors | None = None,
-) -> tuple[HandoffPlan, Any]:
-    """Return the plan as it was really carried out, and the cache of all tokens before the tail (None for no token).
+) -> Steps[tuple[HandoffPlan, Any]]:
+    """Do what `carry_out` does, reading or translating at most `most` tokens a step; None: all at once.
 
     Args:
         opening: how many first tokens are those of many conversations (`Reading.opening`).
-        anchors: those by a signal are chosen here, when the middle has been translated; the plan that comes back has them.
+        anchors: those by a signal are chosen here, when the middle has been translated; the plan that comes back has them. With
+            anchors all is translated in one step.
     """
     tokens, start, stop = plan.tokens, *plan.translated
     is_chosen_here = anchors is not None and anchors.needs_scores
@@ -491,45 +569,90 @@ def carry_out(
         cache = native_cache_of(plan, target, target_state)
         if start == stop:
             return plan, cache
-        cache = extend(target, cache, ids[:start], opening=opening)
-        source_kv, offset = None, 0
+        cache = yield from extend_in_parts(target, cache, ids[:start], most=most, opening=opening)
         if translator.config.reads_source:
             refuse_changed_angles(source, source_state.cache.get_seq_length())
-            offset = first_source_token(translator.config, int(alignment[start]), source_state.translated_until)
-            wanted = first_read(
-                translator.config,
-                not_held(plan, target),
-                exact_layers(plan, translator),
-                alignment[start:stop],
-                source_state.cache.get_seq_length(),
-            )
-            source_kv = read_cache(
-                source_state.cache,
-                source.rotary,
-                source.geometry,
-                start=offset,
-                first_wanted=None if is_chosen_here else wanted,
-            )
-        known, middle = (target, translator, source_kv, alignment - offset, ids), None
-        if anchors is not None and is_chosen_here:
-            middle = translate(plan, *known, skip=[0] * len(target.geometry))
-            scores = middle_doubts(plan, anchors.by, *known, middle=middle)
-            plan, middle = choose_anchors(plan, anchors, scores, middle)
-        if plan.fallback:
-            return plan, cache
-        start = plan.translated[0]  # an anchor beside the sinks has become one of them
-        cache = extend(target, cache, ids[:start])
-        if middle is None:
-            middle = translate(plan, *known)
-        if plan.anchors:
-            prefix = read_cache(cache, target.rotary, target.geometry, partial=True) if start else None
-            return plan, target_cache(target, assemble(plan, *known, prefix=prefix, middle=middle))
+        if not plan.anchors and not is_chosen_here and exact_layers(plan, translator) <= 1:
+            given = (source, target, translator, source_state, alignment, ids)
+            middle = yield from _translate_in_parts(plan, *given, most=most)
+        else:
+            source_kv, offset = _source_of(plan, source, target, translator, source_state, alignment, is_chosen_here)
+            known, chosen = (target, translator, source_kv, alignment - offset, ids), None
+            if anchors is not None and is_chosen_here:
+                chosen = translate(plan, *known, skip=[0] * len(target.geometry))
+                scores = middle_doubts(plan, anchors.by, *known, middle=chosen)
+                plan, chosen = choose_anchors(plan, anchors, scores, chosen)
+            if plan.fallback:
+                return plan, cache
+            start = plan.translated[0]  # an anchor beside the sinks has become one of them
+            cache = extend(target, cache, ids[:start])
+            middle = translate(plan, *known) if chosen is None else chosen
+            if plan.anchors:
+                prefix = read_cache(cache, target.rotary, target.geometry, partial=True) if start else None
+                return plan, target_cache(target, assemble(plan, *known, prefix=prefix, middle=middle))
         placed = middle.place(cache_devices(target))
         append_kv(cache, placed, target.rotary, target.geometry, target.model.config)
         return plan, cache
     except UnsupportedCache as error:
         # Whatever could not be read is read again by the target: slower, never wrong, and the plan says so.
         return reprefill_plan(tokens, str(error)), None
+
+
+def _source_of(
+    plan: HandoffPlan,
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    state: ModelState,
+    alignment: Tensor,
+    whole: bool = False,
+    skip: Sequence[int] | None = None,
+) -> tuple[KV | None, int]:
+    """Return what a plan's middle is translated from, and which source token it begins with; `whole`: all layers in full."""
+    start, stop = plan.translated
+    if not translator.config.reads_source:
+        return None, 0
+    held = int(state.cache.get_seq_length())
+    first = first_source_token(translator.config, int(alignment[start]), state.translated_until)
+    last = held if whole else min(held, int(alignment[stop - 1]) + 1)
+    skip = not_held(plan, target) if skip is None else skip
+    wanted = first_read(translator.config, skip, exact_layers(plan, translator), alignment[start:stop], last)
+    kv = read_cache(
+        state.cache, source.rotary, source.geometry, start=first, stop=last, first_wanted=None if whole else wanted
+    )
+    return kv, first
+
+
+def _translate_in_parts(
+    plan: HandoffPlan,
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    state: ModelState,
+    alignment: Tensor,
+    ids: Tensor,
+    *,
+    most: int | None,
+) -> Steps[KV]:
+    """Return the target's KV of a plan's middle, translated part by part: each token's depends on no later one."""
+    left_out, found = not_held(plan, target), list[KV]()
+    begin = plan.translated[0]
+    for start, stop in parts(*plan.translated, most):
+        if found:
+            yield
+        part = _part_of(plan, start, stop)
+        skip = [min(max(0, begin + left - start), stop - start) for left in left_out]
+        source_kv, offset = _source_of(part, source, target, translator, state, alignment, skip=skip)
+        found.append(translate(part, target, translator, source_kv, alignment - offset, ids, skip=skip))
+    return found[0] if len(found) == 1 else concat(found)
+
+
+def _part_of(plan: HandoffPlan, start: int, stop: int) -> HandoffPlan:
+    """Return a plan of the same tokens that translates [start, stop) only."""
+    (span,) = (s for s in plan.spans if s.kind is SpanKind.TRANSLATED)
+    before = Span(0, start, SpanKind.NATIVE, span.provenance, span.reason)
+    after = Span(stop, plan.tokens, SpanKind.RECOMPUTED, span.provenance, span.reason)
+    return replace(plan, spans=(before, replace(span, start=start, stop=stop), after))
 
 
 def middle_doubts(
@@ -627,11 +750,25 @@ def native_cache_of(plan: HandoffPlan, target: LanguageModel, state: ModelState 
     return target_cache(target, kv.to(dtype=target.dtype))
 
 
-def extend(target: LanguageModel, cache: Any, ids: Tensor, *, opening: int = 0) -> Any:
-    """Return an exact cache of `ids`, of which `cache` holds the first tokens; `opening` as for `read_sinks`."""
+def extend(target: LanguageModel, cache: Any, ids: Tensor) -> Any:
+    """Return an exact cache of `ids`, of which `cache` holds the first tokens."""
+    return finished(extend_in_parts(target, cache, ids, most=None))
+
+
+def extend_in_parts(
+    target: LanguageModel, cache: Any, ids: Tensor, *, most: int | None, opening: int = 0
+) -> Steps[Any]:
+    """Do what `extend` does, reading at most `most` tokens a step; `opening` as for `read_sinks`."""
     if not len(ids):
         return cache if cache is not None else native_cache(target.model.config)
     if cache is None:
-        return target_cache(target, read_sinks(target, ids, opening=opening))
+        first = ids if most is None else ids[:most]
+        cache = target_cache(target, read_sinks(target, first, opening=opening))
+        if len(first) == len(ids):
+            return cache
+        yield
     held = int(cache.get_seq_length())
-    return prefill(target, ids[held:], cache=cache).cache if held < len(ids) else cache
+    if held == len(ids):
+        return cache
+    done = yield from prefill_in_parts(target, ids[held:], most=most, cache=cache)
+    return done.cache

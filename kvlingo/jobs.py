@@ -8,25 +8,27 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvlingo.collecting import Collector, Progress, load_statistics
+from kvlingo.collecting import Collector, Progress, digest_of, load_statistics
+from kvlingo.compression import CompressOptions, compress, refuse_budget
 from kvlingo.distillation import Distilled, DistillOptions, distill
-from kvlingo.errors import IncompatiblePair, KVLingoError, MissingExtra
+from kvlingo.errors import BadInput, IncompatiblePair, KVLingoError, MissingExtra
 from kvlingo.evaluation import EvaluationOptions, attention_cosine
 from kvlingo.facts import BYTES, size_of
 from kvlingo.files import write_file
 from kvlingo.fitting import Fit, control, fit
-from kvlingo.judging import held_out_examples, held_out_kl
+from kvlingo.judging import frozen_parts, held_out_examples, judged_kl
 from kvlingo.language_model import LanguageModel
 from kvlingo.manifest import Manifest, StorageType
 from kvlingo.models import load_model, quiet_loading
 from kvlingo.plots import draw_curve
+from kvlingo.processes import ALONE, Processes
 from kvlingo.progress import progress_bar
 from kvlingo.shapes import FitOptions, base_config, choose_map, options_from_json, source_free, text_free
 from kvlingo.stats import GramStats
@@ -99,36 +101,75 @@ def fit_pair(
     no_text: bool,
     where: Where,
     storage: StorageType,
+    budget_bytes: int | None = None,
     overwrite: bool,
     say: Say,
     tell: Say,
+    processes: Processes = ALONE,
 ) -> dict[str, Any]:
     """Fit a translator and its controls; save them in `out`.
 
     Args:
         changes: what differs from `FitOptions()`.
+        budget_bytes: what the translator may take when stored; it is compressed to that. The controls stay whole.
         say, tell: take a result's line, and a line about progress.
+        processes: all that do this together, with the same arguments; the first one writes.
     """
     started = time.monotonic()
-    refuse_early(out, overwrite=overwrite)
-    refuse_other_pair(out, source_name, target_name)
-    options = FitOptions(**changes)
-    apart = reserve(gather(texts), share=options.held_out_share, seed=options.seed)
-    # As `fit` will split them: texts that it would refuse are refused before models load.
-    split_documents(apart.training, held_out_share=options.held_out_share, seed=options.seed)
-    with forget_on_refusal(out):
-        source, target = load_pair(source_name, target_name, where)
+    say, tell = processes.heard(say), processes.heard(tell)
+    with processes.agreed():
+        refuse_early(out, overwrite=overwrite)
+        refuse_other_pair(out, source_name, target_name)
+        options = FitOptions(**changes)
+        documents = gather(texts)
+        apart = reserve(documents, share=options.held_out_share, seed=options.seed)
+        # As `fit` will split them: texts that it would refuse are refused before models load.
+        split_documents(apart.training, held_out_share=options.held_out_share, seed=options.seed)
+        processes.refuse_more_than(len(documents), "texts")
+    with forget_on_refusal(out) if processes.is_first else nullcontext():
+        with processes.agreed():
+            source, target = load_pair(source_name, target_name, where)
+        processes.require_alike(
+            {
+                "options": json.loads(json.dumps([asdict(options), auto_map, no_text, storage, budget_bytes])),
+                "texts": digest_of(documents),
+                "models": [source.fingerprint, target.fingerprint],
+            }
+        )
         if auto_map:
             options = replace(
                 options, **choose_map(source.geometry, target.geometry, count_weights(source), count_weights(target))
             )
+        small = None if budget_bytes is None else CompressOptions(budget_bytes=budget_bytes, storage=storage)
+        if small is not None:
+            options = without_extras(options)
         config = base_config(source, target, options)
-        tell(size_line(text_free(config) if no_text else config, storage))
+        mine = text_free(config) if no_text else config
+        if small is None:
+            tell(size_line(mine, storage))
+        else:
+            refuse_budget(mine, small)
         torch.manual_seed(options.seed)
-        remember_models(out, source_name, target_name)
-        with progress_bar() as bar:
-            fitted = fit(source, target, apart.training, options, work_dir=out / "work", progress=bar.count)
+        if processes.is_first:
+            remember_models(out, source_name, target_name)
+        with progress_bar(shown=processes.is_first) as bar:
+            fitted = fit(
+                source,
+                target,
+                apart.training,
+                options,
+                work_dir=out / "work",
+                progress=bar.count,
+                processes=processes,
+            )
+            if not processes.is_first:
+                return {}
             translator, controls = fitted_alike(fitted, config, target, no_text=no_text, progress=bar.count)
+        told: dict[str, Any] = {"fit": asdict(options), "no_text": no_text}
+        if small is not None:
+            compressed = compress(translator, fitted.stats, small)
+            translator = compressed.translator
+            told["compress"] = {**asdict(small), **compressed.to_json()}
         found = judge_fit(fitted, translator, controls, source, target)
         seen = TextsSeen(
             training=frozenset(digest(d) for d in apart.training) - frozenset(map(digest, fitted.held_out_documents)),
@@ -141,7 +182,7 @@ def fit_pair(
             controls,
             source=source,
             target=target,
-            options={"fit": asdict(options), "no_text": no_text, "texts": seen.to_json()},
+            options={**told, "texts": seen.to_json()},
             held_out=found,
             storage=storage,
             overwrite=overwrite,
@@ -159,6 +200,13 @@ def fit_pair(
         "map": {"kind": options.map_kind, "residual_width": options.residual_width, "reads_text": not no_text},
         "layers": list(fitted.choices),
     }
+
+
+def without_extras(options: FitOptions) -> FitOptions:
+    """Return options for maps that can be compressed. Raises `BadInput` where other ones were asked for."""
+    if options.map_kind == "headwise":
+        raise BadInput("head-wise maps have no matrix to factor; leave --budget-mb out, or fit --map linear")
+    return replace(options, residual_width=0)
 
 
 @contextmanager
@@ -196,9 +244,14 @@ def judge_fit(
     judged = held_out_examples(fitted.held_out_documents, source, target, fitted.options)
     with torch.no_grad():
         cosine = attention_cosine(source, target, translator, judged, EvaluationOptions())
+    frozen = frozen_parts(source, target, judged)
+
+    def kl(of: Translator) -> float | None:
+        return judged_kl(of, target, frozen) if frozen else None
+
     return {
-        "kl_nats": held_out_kl(source, target, translator, judged),
-        "controls_kl_nats": {name: held_out_kl(source, target, c, judged) for name, c in controls.items()},
+        "kl_nats": kl(translator),
+        "controls_kl_nats": {name: kl(c) for name, c in controls.items()},
         "attention_output_cosine": cosine,
         "hand_overs": len(judged),
     }
@@ -246,21 +299,33 @@ def distill_folder(
     where: Where,
     say: Say,
     tell: Say,
+    processes: Processes = ALONE,
 ) -> dict[str, Any]:
-    """Distil a saved translator, or one of its controls, and put the best one in its place."""
+    """Distil a saved translator, or one of its controls, and put the best one in its place; `processes` as for `fit_pair`."""
+    say, tell = processes.heard(say), processes.heard(tell)
     place = folder if control_name is None else folder / "controls" / control_name
     work = folder / "work"
-    names = model_names(folder, source_name, target_name)
-    main = read_manifest(folder)
-    documents = gather(texts)
-    options = DistillOptions(**changes)
-    source, target = load_pair(*names, where)
-    translator, manifest = load_translator(place, source=source, target=target)
-    fitted = options_from_json(main.options.get("fit", {}))
-    seen = texts_seen(main)
-    split = split_as_fitted(documents, seen, share=fitted.held_out_share, seed=fitted.seed)
-    with progress_bar() as bar:
-        stats = statistics(source, target, fitted, split.training, work, bar.count, tell)
+    with processes.agreed():
+        names = model_names(folder, source_name, target_name)
+        main = read_manifest(folder)
+        documents = gather(texts)
+        options = DistillOptions(**changes)
+        processes.refuse_more_than(options.batch, "texts a step (--batch)")
+        source, target = load_pair(*names, where)
+        translator, manifest = load_translator(place, source=source, target=target)
+        fitted = options_from_json(main.options.get("fit", {}))
+        seen = texts_seen(main)
+        split = split_as_fitted(documents, seen, share=fitted.held_out_share, seed=fitted.seed)
+    processes.require_alike(
+        {
+            "options": json.loads(json.dumps(asdict(options))),
+            "texts": digest_of(documents),
+            "translator": None if manifest.weights is None else manifest.weights.sha256,
+            "models": [source.fingerprint, target.fingerprint],
+        }
+    )
+    with progress_bar(shown=processes.is_first) as bar:
+        stats = statistics(source, target, fitted, split.training, work, bar.count, tell, processes)
         torch.manual_seed(options.seed)
         done = distill(
             translator.to(target.device),
@@ -272,7 +337,10 @@ def distill_folder(
             options,
             work_dir=work / (control_name or "translator"),
             report=bar.train,
+            processes=processes,
         )
+    if not processes.is_first:
+        return {}
     curve = {**done.curve.to_json(), "options": asdict(options), "pair": [source.name, target.name]}
     learnt = TextsSeen(seen.training | {digest(d) for d in split.training}, seen.held_out, seen.reserved)
     kl_before, kl_after = done.curve.held_out_kl_nats[0], min(done.curve.held_out_kl_nats)
@@ -300,16 +368,19 @@ def statistics(
     work: Path,
     progress: Progress,
     tell: Say,
+    processes: Processes = ALONE,
 ) -> GramStats:
     """Return the statistics that fitting left, or collect some anew: distilling needs them for its coordinates."""
-    found = load_statistics(source, target, options, work)
+    found = load_statistics(source, target, options, work, processes)
     if found is not None:
         return found
     config = base_config(source, target, options)
     widest = max(config.feature_width(layer) for layer in range(len(config.target)))
     tokens = max(STATISTICS_TOKENS, 2 * widest)
     tell(f"no statistics in {work}: reading {tokens} tokens of text anew")
-    return Collector(source, target, config, options).collect(documents, "distilling", tokens, work, progress)
+    return Collector(source, target, config, options).collect(
+        documents, "distilling", tokens, work, progress, processes
+    )
 
 
 def save_curve(place: Path, curve: Mapping[str, Any], tell: Say) -> None:

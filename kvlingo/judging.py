@@ -6,6 +6,7 @@ Knows how to cut them from held-out documents and to score them. Fit error choos
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,22 +44,48 @@ def held_out_examples(
     return found
 
 
+@dataclass(frozen=True)
+class Judged:
+    """A held-out hand-over whose frozen parts are computed once, however many translators are judged on it.
+
+    Fields:
+        native: [continuation, vocabulary] what the target predicts from its own cache.
+        source_kv: what the source has read.
+    """
+
+    example: Example
+    native: Tensor
+    source_kv: KV
+
+
 @torch.no_grad()
+def frozen_parts(
+    source: LanguageModel, target: LanguageModel, examples_: Sequence[Example], *, dtype: torch.dtype | None = None
+) -> list[Judged]:
+    """Run what is frozen of hand-overs; keep the target's predictions in `dtype`, its own if not given."""
+    return [
+        Judged(example, native_logits(target, example).to(dtype), read(source, source.ids(example.source.ids)))
+        for example in examples_
+    ]
+
+
 def held_out_kl(
     source: LanguageModel, target: LanguageModel, translator: Translator, judged: Sequence[Example], *, tail: int = 1
 ) -> float | None:
     """Return the mean KL(native ‖ translated) in nats over held-out hand-overs; None when there are none."""
-    scores = [example_kl(source, target, translator, example, tail=tail).mean() for example in judged]
-    return float(torch.stack(scores).mean()) if scores else None
+    return judged_kl(translator, target, frozen_parts(source, target, judged), tail=tail) if judged else None
 
 
-def example_kl(
-    source: LanguageModel, target: LanguageModel, translator: Translator, example: Example, *, tail: int = 1
-) -> Tensor:
+@torch.no_grad()
+def judged_kl(translator: Translator, target: LanguageModel, judged: Sequence[Judged], *, tail: int = 1) -> float:
+    """Return the mean KL(native ‖ translated) in nats over one or more hand-overs whose frozen parts are known."""
+    return float(torch.stack([example_kl(translator, target, item, tail=tail).mean() for item in judged]).mean())
+
+
+def example_kl(translator: Translator, target: LanguageModel, judged: Judged, *, tail: int = 1) -> Tensor:
     """Return KL(native ‖ translated) at every continuation token of one example."""
-    source_kv = read(source, source.ids(example.source.ids)) if translator.config.reads_source else None
-    translated = translated_logits(translator, target, example, source_kv, tail=tail)
-    return kl_nats(native_logits(target, example), translated)
+    source_kv = judged.source_kv if translator.config.reads_source else None
+    return kl_nats(judged.native, translated_logits(translator, target, judged.example, source_kv, tail=tail))
 
 
 def native_logits(target: LanguageModel, example: Example) -> Tensor:

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvlingo.cache import KV
 from kvlingo.corpus import Example
 from kvlingo.judging import native_logits, translated_logits
 from kvlingo.language_model import LanguageModel, read, with_vocabulary
 from kvlingo.metrics import kl_nats, masked_mean, nll_nats
+from kvlingo.predictions import KeptPredictions, Likeliest, kl_to_likeliest_nats
 from kvlingo.texts import Document
 from kvlingo.translator import Translator
 
@@ -57,12 +59,64 @@ def example_loss(
     view: VocabularyView | None = None,
 ) -> Tensor:
     """Return the loss of one hand-over, with its graph into the maps."""
+    return loss_beside(
+        translator, target, frozen_side(translator, source, target, example, view), tail, ce_weight, view=view
+    )
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What no map changes of a hand-over: the same whatever its tail is.
+
+    Fields:
+        native: [continuation, vocabulary] what the target predicts from its own cache, or the likeliest of it.
+        source_kv: what the source has read; None where no map reads it.
+    """
+
+    example: Example
+    native: Tensor | Likeliest
+    source_kv: KV | None
+
+
+@torch.no_grad()
+def frozen_side(
+    translator: Translator,
+    source: LanguageModel,
+    target: LanguageModel,
+    example: Example,
+    view: VocabularyView | None = None,
+    kept: KeptPredictions | None = None,
+) -> Frozen:
+    """Run both models over what is frozen of a hand-over; with `kept` the target only where its predictions are not there yet."""
+    source_kv = read(source, source.ids(example.source.ids)) if translator.config.reads_source else None
     reader = target if view is None else view.lm
-    with torch.no_grad():
-        native = native_logits(reader, example)
-        source_kv = read(source, source.ids(example.source.ids)) if translator.config.reads_source else None
-    translated = translated_logits(translator, target, example, source_kv, tail=tail, reader=reader)
-    loss = masked_mean(kl_nats(native, translated))
+    if kept is None:
+        return Frozen(example, native_logits(reader, example), source_kv)
+    native = kept.of(example.target.ids, example.continuation, lambda: native_logits(reader, example))
+    return Frozen(example, native, source_kv)
+
+
+def divergence(native: Tensor | Likeliest, logits: Tensor) -> Tensor:
+    """Return KL(native ‖ translated) in nats at each position."""
+    if not isinstance(native, Likeliest):
+        return kl_nats(native, logits)
+    there = (x.to(logits.device) for x in (native.ids, native.log_p, native.log_rest))
+    return kl_to_likeliest_nats(Likeliest(*there), logits)
+
+
+def loss_beside(
+    translator: Translator,
+    target: LanguageModel,
+    frozen: Frozen,
+    tail: int,
+    ce_weight: float,
+    *,
+    view: VocabularyView | None = None,
+) -> Tensor:
+    """Return what `example_loss` does, where the frozen side has run."""
+    reader, example = target if view is None else view.lm, frozen.example
+    translated = translated_logits(translator, target, example, frozen.source_kv, tail=tail, reader=reader)
+    loss = masked_mean(divergence(frozen.native, translated))
     if not ce_weight:
         return loss
     follow = target.ids(example.continuation)

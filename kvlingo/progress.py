@@ -48,10 +48,10 @@ class Bar:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Bar]:
+def progress_bar(*, shown: bool = True) -> Iterator[Bar]:
     """Show a bar on stderr while the block runs; where stderr is no terminal, a line for every tenth.
 
-    The columns fit a terminal of 80 characters.
+    The columns fit a terminal of 80 characters. `shown`: one of several processes shows it.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -59,5 +59,5 @@ def progress_bar() -> Iterator[Bar]:
         TextColumn("{task.fields[figures]}"),
         TimeRemainingColumn(compact=True),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True, quiet=not shown)) as progress:
         yield Bar(progress)

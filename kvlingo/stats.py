@@ -1,7 +1,8 @@
 """Sufficient statistics of a linear regression, block by block.
 
 Knows named blocks of columns and which products of them are needed. Does not know what the columns mean. All sums are
-float64; memory depends on the blocks only, never on the number of tokens. Statistics of disjoint data add up.
+float64; memory depends on the blocks only, never on the number of tokens. Statistics of disjoint data add up. A product is made
+once: of two blocks, and of a block with itself, only a·b is kept, never b·a.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,10 +107,20 @@ class GramStats:
         dims: columns of each block.
         pairs: the block pairs (a, b), in either order, whose product aᵀb is kept.
         squares: blocks whose per-column sum of squares is kept (outputs).
+        multiplied_in: dtype of the products of some thousand tokens, which are summed in float64 whatever it is. With float32
+            they are made of columns less their means, so that what is far from 0 loses nothing: good for columns that are
+            themselves known to fewer digits than float32 has.
     """
 
-    def __init__(self, dims: Mapping[str, int], pairs: Iterable[tuple[str, str]], squares: Sequence[str]) -> None:
-        self.dims = dict(dims)
+    def __init__(
+        self,
+        dims: Mapping[str, int],
+        pairs: Iterable[tuple[str, str]],
+        squares: Sequence[str],
+        *,
+        multiplied_in: torch.dtype = torch.float64,
+    ) -> None:
+        self.dims, self.multiplied_in = dict(dims), multiplied_in
         self.partners = partners_in_order(tuple(self.dims), pairs)
         self.columns = column_ranges(self.dims)
         self._waiting: list[dict[str, Tensor]] = []
@@ -142,21 +153,49 @@ class GramStats:
         waiting, self._waiting = self._waiting, []
         tokens = sum(next(iter(b.values())).shape[0] for b in waiting)
         # One matrix of all columns: partners that lie side by side in it are multiplied at once, without a copy.
-        columns = torch.empty(tokens, sum(self.dims.values()), dtype=torch.float64)
+        columns = torch.empty(tokens, sum(self.dims.values()), dtype=self.multiplied_in)
         for name, (first, last) in self.columns.items():
-            torch.cat([b[name].to(torch.float64) for b in waiting], out=columns[:, first:last])
+            torch.cat([b[name].to(self.multiplied_in) for b in waiting], out=columns[:, first:last])
         self.summed_tokens += tokens
+        total = columns.sum(0, dtype=torch.float64)
         for name, (first, last) in self.columns.items():
-            self.sums[name] += columns[:, first:last].sum(0)
+            self.sums[name] += total[first:last]
         for name in self.squares:
             first, last = self.columns[name]
-            self.squares[name] += columns[:, first:last].square().sum(0)
-        for a, bs in self.partners.items():
+            self.squares[name] += columns[:, first:last].to(torch.float64).square().sum(0)
+        if self.multiplied_in == torch.float64:
+            self._add_products(columns)
+        else:
+            self._add_centred_products(columns, total)
+
+    def _add_products(self, columns: Tensor) -> None:
+        for a, start, first, last in self._factors():
             left = columns[:, slice(*self.columns[a])].T
-            place = 0
+            self.products[a][:, start : start + last - first].addmm_(left, columns[:, first:last])
+
+    def _add_centred_products(self, columns: Tensor, total: Tensor) -> None:
+        """Add products of columns less their means, and what that leaves out; changes the columns.
+
+        Σ x yᵀ = Σ (x - c)(y - d)ᵀ + c (Σ y)ᵀ + (Σ x - n c) dᵀ, where the first product is rounded and the others are not.
+        """
+        centre = (total / len(columns)).to(columns.dtype)
+        columns -= centre
+        exact = centre.to(torch.float64)
+        rest = total - len(columns) * exact
+        for a, start, first, last in self._factors():
+            mine = slice(*self.columns[a])
+            product = columns[:, mine].T @ columns[:, first:last]
+            left = torch.stack((exact[mine], rest[mine]), dim=1)
+            right = torch.stack((total[first:last], exact[first:last]))
+            self.products[a][:, start : start + last - first].add_(product).addmm_(left, right)
+
+    def _factors(self) -> Iterator[tuple[str, int, int, int]]:
+        """Yield each product's left block, its place among that block's products, and its right columns [first, last)."""
+        for a, bs in self.partners.items():
+            start = 0
             for first, last in runs([self.columns[b] for b in bs]):
-                self.products[a][:, place : place + last - first].addmm_(left, columns[:, first:last])
-                place += last - first
+                yield a, start, first, last
+                start += last - first
 
     @property
     def tokens(self) -> int:
@@ -173,6 +212,14 @@ class GramStats:
         for mine, theirs in zip(self._tensors().values(), other._tensors().values(), strict=True):
             mine += theirs
         return self
+
+    def share(self, each: Callable[[Tensor], None]) -> None:
+        """Let `each` change every sum in place, the number of tokens too: what sums over processes, or copies from one."""
+        self.flush()
+        tokens = torch.tensor([self.summed_tokens])
+        for x in (tokens, *self._tensors().values()):
+            each(x)
+        self.summed_tokens = int(tokens)
 
     def _tensors(self) -> dict[str, Tensor]:
         # Named for the order of their columns: sums of another order must not be taken for these.
@@ -209,6 +256,18 @@ class GramStats:
             start += self.dims[name]
         raise KeyError(f"the product of {a} and {b} was not accumulated")
 
+    def _beside(self, features: Sequence[str]) -> Tensor:
+        """Return the products of all features with each other as one matrix: what is kept of them, and its mirror image."""
+        places = column_ranges({name: self.dims[name] for name in features})
+        whole = torch.empty(places[features[-1]][1], places[features[-1]][1], dtype=torch.float64)
+        for i, a in enumerate(features):
+            for b in features[i:]:
+                part = self.product(a, b)
+                whole[slice(*places[a]), slice(*places[b])] = part
+                if a != b:
+                    whole[slice(*places[b]), slice(*places[a])] = part.T
+        return whole
+
     def moments(self, features: Sequence[str], output: str, *, like: Moments | None = None) -> Moments:
         """Return the second moments of some blocks.
 
@@ -216,19 +275,20 @@ class GramStats:
         """
         self.flush()
         n = max(self.summed_tokens, 1)
-        raw = torch.cat([torch.cat([self.product(a, b) for b in features], 1) for a in features], 0) / n
-        raw_cross = torch.cat([self.product(a, output) for a in features], 0) / n
+        raw = self._beside(features).div_(n)
+        raw_cross = torch.cat([self.product(a, output) for a in features], 0).div_(n)
         mean = torch.cat([self.sums[a] for a in features]) / n
         out_mean, out_square = self.sums[output] / n, self.squares[output] / n
         mu, scale, nu = (
             (mean, None, out_mean) if like is None else (like.feature_mean, like.feature_scale, like.output_mean)
         )
-        gram = raw - torch.outer(mean, mu) - torch.outer(mu, mean) + torch.outer(mu, mu)
-        cross = raw_cross - torch.outer(mean, nu) - torch.outer(mu, out_mean) + torch.outer(mu, nu)
+        # In place: these are the largest matrices of a fit, and made anew for every layer and window.
+        gram = raw.addr_(mean, mu, alpha=-1).addr_(mu, mean, alpha=-1).addr_(mu, mu)
+        cross = raw_cross.addr_(mean, nu, alpha=-1).addr_(mu, out_mean, alpha=-1).addr_(mu, nu)
         variance = out_square - 2 * nu * out_mean + nu.square()
         if scale is None:
             scale = gram.diagonal().clamp(min=0).sqrt()
             # A column that never moves carries nothing: scale 1 leaves it at 0 after centring.
             scale = torch.where(scale > 1e-12 * scale.max().clamp(min=1e-300), scale, torch.ones_like(scale))
-        gram = gram / torch.outer(scale, scale)
-        return Moments(gram, cross / scale[:, None], mu, scale, nu, variance, self.tokens)
+        gram.div_(scale[:, None]).div_(scale)
+        return Moments(gram, cross.div_(scale[:, None]), mu, scale, nu, variance, self.tokens)

@@ -39,6 +39,7 @@ from kvlingo.maps import (
     LinearMap,
     LowRankMap,
     Residual,
+    SplitMap,
     head_columns,
     headwise_columns,
     make_map,
@@ -55,6 +56,7 @@ __all__ = [
     "MapKind",
     "Repeated",
     "Residual",
+    "SplitMap",
     "Translator",
     "TranslatorConfig",
     "check_geometry",
@@ -76,16 +78,29 @@ __all__ = [
 
 
 class Translator(nn.Module):
-    """All maps of one direction of one pair."""
+    """All maps of one direction of one pair.
 
+    `text_basis` [hidden, text_rank] is what all of them read a token's embedding through, where there is one. It is fixed: only
+    maps are trained.
+    """
+
+    text_basis: nn.Parameter | None
     _folded: Folded | None = None
 
     def __init__(self, config: TranslatorConfig) -> None:
         super().__init__()
         self.config = config
+        basis = torch.zeros(config.target.hidden_size, config.text_rank) if config.text_rank else None
+        self.text_basis = None if basis is None else nn.Parameter(basis, requires_grad=False)
         self.maps = nn.ModuleDict(
             {str(layer): LayerMap(config, layer) for layer in range(config.first_layer, len(config.target))}
         )
+
+    def read_text(self, embeddings: Tensor) -> Tensor:
+        """Return the target's own embeddings [tokens, hidden] as the maps read them: [tokens, features]."""
+        if self.text_basis is None:
+            return embeddings
+        return embeddings.to(self.text_basis.dtype) @ self.text_basis
 
     def forward(
         self,

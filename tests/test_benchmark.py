@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from bench import speed, tables
-from kvlingo import benchmark, cli
-from kvlingo.arms import ARMS, READS_ALL, Arm, Dial, Pair, apply_alone, filled_cache, read_in_chunks, stage
+from kvlingo import benchmark, calibration, cli
+from kvlingo.arms import ARMS, READS_ALL, Arm, Dial, Pair, apply_alone, filled_cache, stage
 from kvlingo.benchmark import BenchOptions, crossing, percentile, run_benchmark, timed_arms
 from kvlingo.cache import read_cache
 from kvlingo.calibration import (
@@ -24,15 +24,17 @@ from kvlingo.calibration import (
     map_weights,
     measure_reading,
     not_negative,
+    pass_of_first,
     product_shapes,
     read_cost,
+    sampled_layers,
 )
 from kvlingo.commands.options import numbers, two_names
 from kvlingo.cost import mapped_flops, pass_flops
 from kvlingo.environment import available_bytes, available_to_container, memory_bytes
 from kvlingo.errors import BadInput
 from kvlingo.jobs import Where
-from kvlingo.language_model import LanguageModel
+from kvlingo.language_model import LanguageModel, read_in_pieces
 from kvlingo.manifest import Manifest, card_of
 from kvlingo.public_shapes import (
     PUBLIC_SHAPES,
@@ -148,7 +150,7 @@ def test_a_filled_cache_is_as_large_as_one_that_was_read(family: str) -> None:
         assert filled.get_seq_length() == own.get_seq_length() == 30
         assert [x.keys.shape for x in filled.layers] == [x.keys.shape for x in own.layers]
         assert [x.values.dtype for x in filled.layers] == [x.values.dtype for x in own.layers]
-        read_in_chunks(lm, ids[:4], None, filled)
+        read_in_pieces(lm, ids[:4], None, filled)
         assert filled.get_seq_length() == 34
 
 
@@ -227,6 +229,7 @@ ARM = record_of(
     {
         "measured": {"type": "boolean"},
         "median_ms": NUMBER,
+        "predicted_error": {"type": ["number", "null"]},
         "p90_ms": MAYBE,
         "runs_ms": {"type": "array", "items": NUMBER},
         "peak_extra_bytes": {"type": ["integer", "null"]},
@@ -340,6 +343,10 @@ def test_shapes_are_timed_and_the_record_keeps_to_its_schema(run: Run, kind: str
     assert (short["speedup_from"], long["speedup_from"]) == ("measured", "predicted re-prefill")
     assert (short["caches"], long["caches"]) == ("read", "filled at random")
     assert all(len(arm["runs_ms"]) == 2 for arm in short["arms"].values())
+    for arm in (*short["arms"].values(), *long["arms"].values()):
+        said = arm["median_ms"] * (1 + (arm["predicted_error"] or 0))
+        assert said == pytest.approx(arm["predicted"]["ms"])
+        assert (arm["predicted_error"] is None) == (not arm["measured"])
     assert "~" in out
     assert "predicted re-prefill" in " ".join(out.split())
 
@@ -616,6 +623,33 @@ def test_map_weights_and_features_of_a_hand_over(shapes: dict[str, LanguageModel
     assert cost.source_features == shapes["small"].geometry.features_per_token
     target = read_cost(shapes["large"])
     assert mapped_flops(target, cost.map_weights, 200) == 2 * mapped_flops(target, cost.map_weights, 100)
+
+
+def test_layers_of_every_kind_are_sampled() -> None:
+    """Gemma's first full layer is its second here; a model of one kind of layer shows all in two, or in the one it has."""
+    slides_first = tiny.language_model("gemma3")
+    assert [layer.window for layer in slides_first.geometry.layers][:2] == [tiny.WINDOW, None]
+    assert sampled_layers(slides_first) == 2
+    late = tiny.language_model(lambda: tiny.gemma3(layer_types=["sliding_attention"] * 3 + ["full_attention"]))
+    assert sampled_layers(late) == 4
+    assert sampled_layers(tiny.language_model("llama")) == 2
+    assert sampled_layers(tiny.language_model(lambda: tiny.llama(num_hidden_layers=1))) == 1
+
+
+def test_first_layers_read_in_pieces_into_the_model_s_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a re-prefill does: a layer that slides meets a piece and its window, and never all at once."""
+    monkeypatch.setattr(calibration, "PIECE_TOKENS", 16)
+    seen: list[tuple[int, int]] = []
+    read = calibration.run
+
+    def noted(model: Any, **kwargs: Any) -> Any:
+        done = read(model, **kwargs)
+        seen.append((kwargs["input_ids"].shape[1], kwargs["cache"].layers[0].keys.shape[2]))
+        return done
+
+    monkeypatch.setattr(calibration, "run", noted)
+    assert pass_of_first(tiny.language_model("gemma3"), 2, 40, 1) > 0
+    assert seen == [(16, tiny.WINDOW - 1), (16, tiny.WINDOW - 1), (8, tiny.WINDOW - 1)] * 2
 
 
 def test_rates_are_measured_and_never_negative(shapes: dict[str, LanguageModel]) -> None:

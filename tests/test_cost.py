@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvlingo.cost import (
+    PIECE_TOKENS,
     SHORT_PASS_TOKENS,
     HandoffCost,
     MapRates,
@@ -14,8 +15,10 @@ from kvlingo.cost import (
     attention_flops,
     break_even_s,
     break_even_tokens,
+    compared,
     handoff_flops,
     handoff_s,
+    laid_out_bytes,
     moved_bytes,
     pairs,
     pass_bytes,
@@ -90,7 +93,7 @@ def test_only_what_a_token_passes_through_is_counted() -> None:
 
 
 def test_seconds_are_calls_products_attention_and_head() -> None:
-    products, attention = 2 * 600_000 * 500 * 1e-11, attention_flops(KNOWN, 500) * 3e-11
+    products, attention = 2 * 600_000 * 500 * 1e-11, 4 * 64 * (500 * 501 // 2 + 500 * 500) * 3e-11
     assert pass_s(KNOWN, READING, 500) == pytest.approx(2e-5 + products + attention + 2 * 50_000 * 2e-10)
     assert pass_s(KNOWN, READING, 500, logits=False) == pytest.approx(2e-5 + products + attention)
     weights = 2 * 600_000 * 2e-10  # one token: reading its weights takes longer than multiplying
@@ -100,6 +103,34 @@ def test_seconds_are_calls_products_attention_and_head() -> None:
     apart = replace(READING, s_per_weight_byte=1e-10)  # weights are read, and then multiplied
     assert pass_s(KNOWN, apart, 500) - pass_s(KNOWN, READING, 500) == pytest.approx(2 * 1_000_000 * 1e-10)
     assert pass_s(KNOWN, apart, 1) == pytest.approx(pass_s(KNOWN, READING, 1))
+    laid_out = [laid_out_bytes(KNOWN, n) for n in (1, 16, 500, PIECE_TOKENS + 1)]
+    assert laid_out == [0, 2 * 1_000_000, 2 * 1_000_000, 2 * 1_000_000]
+
+
+def test_a_long_text_costs_the_calls_of_every_piece() -> None:
+    slow = replace(READING, s_per_pass=1.0)
+    assert [round(pass_s(KNOWN, slow, n)) for n in (1, PIECE_TOKENS, PIECE_TOKENS + 1, 3 * PIECE_TOKENS)] == [
+        1,
+        1,
+        2,
+        3,
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 1024, 1025, 5000])
+@pytest.mark.parametrize("tokens", [0, 1, 1023, 1024, 1025, 4096, 7000])
+@pytest.mark.parametrize("after", [0, 1, 50, 1500])
+def test_attention_works_through_all_keys_that_a_piece_finds(tokens: int, window: int | None, after: int) -> None:
+    """Against piece by piece: what is masked is worked through as well, but for a first piece that nothing has slid out of."""
+    expected, place = 0, after
+    while place < after + tokens:
+        piece = min(PIECE_TOKENS, after + tokens - place)
+        is_triangle = place == 0 and (window is None or piece <= window)
+        keys = (place if window is None else min(place, window - 1)) + piece
+        expected += piece * (piece + 1) // 2 if is_triangle else piece * keys
+        place += piece
+    assert compared(tokens, window, after=after) == expected
+    assert compared(tokens, window, after=after) >= pairs(after + tokens, window) - pairs(after, window)
 
 
 @pytest.mark.parametrize("cost", [KNOWN, TARGET], ids=["all known", "little known"])

@@ -1,4 +1,4 @@
-"""Two vLLM servers, a shared store and a router: what Kubernetes, compose or the connector would refuse is refused here.
+"""Two vLLM servers, a shared store and the gateway: what Kubernetes, compose or the connector would refuse is refused here.
 
 No cluster and no GPU has run these files: what is checked is that they keep to the schema and fit together.
 """
@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 import yaml
 
+from kvlingo.serve.external.servers import MIDDLEWARE
+from kvlingo.serve.settings import read_settings
 from tests.test_deploy import REPO, Object, faults, instructions, num_bytes, with_value, without
 
 FOLDER = REPO / "deploy" / "vllm"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
+SECRET = yaml.safe_load((REPO / "deploy" / "secret.example.yaml").read_text(encoding="utf-8"))
 ENGINES = {"small": "vllm-small", "big": "vllm-big"}
 
 
@@ -51,8 +54,8 @@ def compose() -> Object:
 
 
 def flags(words: list[str]) -> dict[str, str]:
-    """Return --NAME=VALUE words as a dict; any other word is a mistake here."""
-    pairs = [re.fullmatch(r"--([a-z-]+)=(.*)", word, re.DOTALL) for word in words]
+    """Return --NAME=VALUE words as a dict; any other word but a first `serve` is a mistake here."""
+    pairs = [re.fullmatch(r"--([a-z-]+)=(.*)", word, re.DOTALL) for word in words[words[:1] == ["serve"] :]]
     assert all(pairs), words
     return {pair[1]: pair[2] for pair in pairs if pair}
 
@@ -124,6 +127,7 @@ def test_the_connector_is_asked_for_as_it_wants() -> None:
         assert told["kv_role"] == roles[name]
         assert told["kv_load_failure_policy"] == "recompute"  # vLLM's default ends the request
         assert flags(words)["served-model-name"] == name
+        assert flags(words)["middleware"] == MIDDLEWARE  # else the gateway is not told what came of a hand-over
 
 
 def test_the_connector_knows_its_options() -> None:
@@ -159,15 +163,22 @@ def test_what_is_written_is_mounted() -> None:
         assert {Path("/tmp"), Path("/dev/shm")} <= set(mounts)
 
 
-def test_the_router_leads_to_the_engines() -> None:
-    for words, hosts in (
-        (container("gateway")["args"], ENGINES),
-        (compose()["services"]["gateway"]["command"], {name: name for name in ENGINES}),
+def test_the_gateway_leads_to_the_engines_and_asks_for_keys() -> None:
+    mounts = {mount["name"]: mount["mountPath"] for mount in container("gateway")["volumeMounts"]}
+    mounted = [volume.split(":")[1] for volume in compose()["services"]["gateway"]["volumes"]]
+    for words, hosts, keys in (
+        (container("gateway")["args"], ENGINES.values(), f"{mounts['keys']}/keys"),
+        (compose()["services"]["gateway"]["command"], ENGINES, mounted[0]),
     ):
-        told = flags(words)
-        assert told["service-discovery"] == "static"
-        models, backends = told["static-models"].split(","), told["static-backends"].split(",")
-        assert dict(zip(models, backends, strict=True)) == {name: f"http://{host}:8000" for name, host in hosts.items()}
+        assert words[0] == "serve"
+        settings, _ = read_settings(flags(words), {})
+        assert settings.engine_urls == tuple(f"http://{host}:8000" for host in hosts)
+        assert (settings.host, settings.keys) == ("0.0.0.0", Path(keys))
+    volumes = {volume["name"]: volume for volume in pod("gateway")["volumes"]}
+    assert set(volumes) == set(mounts)
+    assert volumes["keys"]["secret"]["secretName"] == SECRET["metadata"]["name"]
+    assert "keys" in SECRET["stringData"]
+    assert Path(mounts["cache"]) == Path("/cache")  # where the image writes
     for name, words in all_engines():
         assert flags(words)["port"] == "8000", name
 
@@ -181,9 +192,10 @@ def test_services_and_probes_lead_to_the_pods(name: str) -> None:
     assert port["containerPort"] == int(flags(container(name)["args"])["port"])
     assert service["ports"][0]["targetPort"] == port["name"]
     probes = [container(name)[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
-    assert all(probe == {"path": "/health", "port": port["name"]} for probe in probes)
+    paths = ["/readyz", "/readyz", "/healthz"] if name == "gateway" else ["/health"] * 3
+    assert probes == [{"path": path, "port": port["name"]} for path in paths]
     if name != "gateway":
-        assert service["ports"][0]["port"] == 8000  # where the router looks
+        assert service["ports"][0]["port"] == 8000  # where the gateway looks
 
 
 # --- compose ---------------------------------------------------------------------------------------------------------

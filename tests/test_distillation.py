@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvlingo import objective
 from kvlingo.corpus import Example, random_examples
 from kvlingo.distillation import (
     Distilled,
@@ -30,6 +31,7 @@ from kvlingo.handoff import continuation_logits
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.models import wrap
 from kvlingo.objective import example_loss, small_vocabulary
+from kvlingo.predictions import kl_to_likeliest_nats, likeliest
 from kvlingo.shapes import FitOptions
 from kvlingo.texts import Document
 from kvlingo.translator import Translator
@@ -177,6 +179,85 @@ def test_the_loss_hears_the_translated_cache() -> None:
             layer_map.bias.add_(0.5)  # type: ignore[union-attr, operator]
         after = example_loss(translator, *pair(), example(), 1, 0.0)
     assert abs(float(after - before)) > 1e-4
+
+
+def test_hand_overs_of_one_text_share_what_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tails of each text: loss and gradient of as many plain hand-overs, from half as many passes of the frozen models."""
+    changed = options(tails_each=2, tails=(1, 3), ce_weight=0.1)
+    run = Run(start(), *pair(), training(fitted()), fitted().stats, changed, None, None)
+    batch = run.draw()
+    assert [sorted(tails) for _, tails in batch] == [[1, 3]] * OPTIONS.batch
+    plain = start().train()
+    moved = coordinates(plain, fitted().stats, OPTIONS.whitening_damping)
+    losses = [example_loss(plain, *pair(), one, tail, 0.1) / 4 for one, tails in batch for tail in tails]
+    sum(losses).backward()  # type: ignore[union-attr]
+    for coordinate in moved:
+        coordinate.pull_gradient()
+    natives: list[int] = []
+    native_logits = objective.native_logits
+
+    def counting(*args: Any) -> Tensor:
+        natives.append(1)
+        return native_logits(*args)
+
+    monkeypatch.setattr(objective, "native_logits", counting)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: None)
+    assert run.one_step() == pytest.approx(float(sum(losses)), rel=1e-5)
+    assert len(natives) == OPTIONS.batch
+    for mine, theirs in zip(run.coordinates, moved, strict=True):
+        torch.testing.assert_close(mine.delta.grad, theirs.delta.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_kept_predictions_are_read_again_instead_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all tokens kept the run is the plain one; a second run asks the target for nothing; a damaged file is made anew."""
+    natives: list[int] = []
+    native_logits = objective.native_logits
+
+    def counting(*args: Any) -> Tensor:
+        natives.append(1)
+        return native_logits(*args)
+
+    monkeypatch.setattr(objective, "native_logits", counting)
+    plain = distilled(start(), OPTIONS)
+    assert len(natives) == 8
+    every = options(kept_predictions=tiny.VOCAB)
+    first = distilled(start(), every, work_dir=tmp_path / "a")
+    assert len(natives) == 16
+    files = sorted((tmp_path / "predictions").iterdir())
+    assert len(files) == 8
+    again = distilled(start(), every, work_dir=tmp_path / "b")
+    assert len(natives) == 16
+    for done in (first, again):
+        assert done.curve.loss_nats == pytest.approx(plain.curve.loss_nats, rel=1e-4)
+    files[0].write_bytes(b"half")
+    distilled(start(), every, work_dir=tmp_path / "c")
+    assert len(natives) == 17
+    distilled(start(), options(kept_predictions=7), work_dir=tmp_path / "d")
+    assert len(natives) == 25
+
+
+def test_the_divergence_of_the_likeliest_is_that_of_two_coarser_distributions() -> None:
+    native, other = (torch.randn(5, 40, dtype=torch.float64) * 3 for _ in range(2))
+    p, q = native.softmax(-1), other.softmax(-1)
+    whole = (p * (p / q).log()).sum(-1)
+    for count in (1, 7, 39, 40, 99):
+        kept = likeliest(native, count)
+        ids = kept.ids.long()
+        parts = [torch.cat((x.gather(-1, ids), 1 - x.gather(-1, ids).sum(-1, keepdim=True)), -1) for x in (p, q)]
+        shown = parts if count < 40 else [p, q]
+        expected = (shown[0] * (shown[0] / shown[1]).log()).sum(-1)
+        variable = other.clone().requires_grad_()
+        found = kl_to_likeliest_nats(kept, variable)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+        assert (found <= whole + 1e-9).all()
+        found.sum().backward()
+        assert variable.grad is not None
+        assert variable.grad.isfinite().all()
+
+
+def test_more_hand_overs_of_a_text_than_tails_are_refused() -> None:
+    with pytest.raises(BadInput, match="3 hand-overs of each text: there are 2 different tails"):
+        distilled(start(), options(tails_each=3))
 
 
 def test_gradients_are_those_of_the_loss() -> None:

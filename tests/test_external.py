@@ -23,13 +23,23 @@ from kvlingo.manifest import plain
 from kvlingo.models import load_model
 from kvlingo.plan import SpanKind
 from kvlingo.serve.external import checking, entries, twins, versions
-from kvlingo.serve.external.carrying import Carry, Target, fetch, head_range, lifted, placed, side_of, translate
+from kvlingo.serve.external.carrying import (
+    Carry,
+    Target,
+    fetch,
+    head_range,
+    lifted,
+    map_anew,
+    placed,
+    side_of,
+    translate,
+)
 from kvlingo.serve.external.entries import Entry, checked_id, merge, new_id, tenant_of
 from kvlingo.serve.external.matching import Link, Match, Matcher, by_tokens, plan_match, read_link, read_wish
 from kvlingo.serve.external.opening import open_store
 from kvlingo.serve.external.options import Options, read_options
 from kvlingo.serve.external.refusals import Refused
-from kvlingo.serve.external.scheduling import Arrival, Desk, Load, Orders, Save
+from kvlingo.serve.external.scheduling import NO_BLOCK, Arrival, Desk, Load, Orders, Save
 from kvlingo.serve.external.stores import FolderStore, Store
 from kvlingo.serve.external.threads import Threads
 from kvlingo.serve.external.working import Layers, Told, Worker
@@ -85,15 +95,20 @@ class MemoryPages:
         self.hold, self.broken = threading.Event(), False
         self.hold.set()
 
-    def write(self, layers: Iterable[tuple[Tensor, Tensor]], blocks: Sequence[int], start: int) -> None:
+    def first_held(self, blocks: Sequence[Sequence[int]]) -> list[int]:
+        missing = [sum(block == NO_BLOCK for block in row) * BLOCK for row in blocks]
+        return [missing[min(layer, len(blocks) - 1)] for layer in range(len(self.layers))]
+
+    def write(self, layers: Iterable[tuple[Tensor, Tensor]], blocks: Sequence[Sequence[int]], stop: int) -> None:
         self.hold.wait(10)
         if self.broken:
             raise RuntimeError("the kernel says no")
-        for mine, pair in zip(self.layers, layers, strict=True):
+        for layer, (mine, pair) in enumerate(zip(self.layers, layers, strict=True)):
+            own = blocks[min(layer, len(blocks) - 1)]
             for cache, new in zip(mine, pair, strict=True):
-                for i, row in enumerate(new):
-                    place = start + i
-                    cache[blocks[place // BLOCK], place % BLOCK] = row
+                for place, row in enumerate(new, stop - len(new)):
+                    assert own[place // BLOCK] != NO_BLOCK
+                    cache[own[place // BLOCK], place % BLOCK] = row
 
     def read(self, blocks: Sequence[int], tokens: int) -> Layers:
         return [tuple(x[list(blocks)].flatten(0, 1)[:tokens].clone() for x in pair) for pair in self.layers]  # type: ignore[misc]
@@ -103,7 +118,7 @@ def fill(pages: MemoryPages, lm: LanguageModel, ids: Sequence[int], blocks: Sequ
     """Let a model's own keys and values be in the blocks, as an engine would have them."""
     kv = read(lm, lm.ids(ids))
     heads = [slice(0, s.kv_heads) for s in lm.geometry.layers]
-    pages.write(placed(kv, lm.rotary, 0, heads), blocks, 0)
+    pages.write(placed(kv, lm.rotary, 0, heads), [blocks], kv.tokens)
     return kv
 
 
@@ -539,12 +554,31 @@ def test_the_target_s_own_keys_come_out(
     match = find(matcher, keep(store, source, ids), ids)
     side = Target(target, [match.link])
     entry, kv = fetch(store, match.entry.id, "")
-    got = translate(carry_of(matcher, match, ids, native), entry, kv, side)
+    got = translate(carry_of(matcher, match, ids, native), entry, kv, side, [0] * len(target.geometry))
     own = read(target, target.ids(ids)).narrow(native, TOKENS - 1)
     assert got.tokens == TOKENS - 1 - native
     for layer in range(len(own)):
         torch.testing.assert_close(got.keys[layer], own.keys[layer], atol=SAME, rtol=0)
         torch.testing.assert_close(got.values[layer], own.values[layer], atol=SAME, rtol=0)
+
+
+@pytest.mark.parametrize("native", [0, 16])
+def test_what_no_window_holds_is_not_made(
+    made: Path, store: FolderStore, source: LanguageModel, target: LanguageModel, native: int
+) -> None:
+    """Layers for which the engine keeps only the last blocks get those, the others all; both are the target's own."""
+    ids, first = prompt(), [0, 32, 48]
+    matcher = matcher_of(made, store)
+    match = find(matcher, keep(store, source, ids), ids)
+    entry, kv = fetch(store, match.entry.id, "")
+    got = translate(carry_of(matcher, match, ids, native), entry, kv, Target(target, [match.link]), first)
+    own = read(target, target.ids(ids)).narrow(0, TOKENS - 1)
+    assert [got.held(layer) for layer in range(3)] == [TOKENS - 1 - max(native, f) for f in first]
+    heads = [slice(0, s.kv_heads) for s in target.geometry.layers]
+    rows = zip(placed(got, target.rotary, native, heads), placed(own, target.rotary, 0, heads), strict=True)
+    for layer, (mine, whole) in enumerate(rows):
+        for a, b in zip(mine, whole, strict=True):
+            torch.testing.assert_close(a, b[max(native, first[layer]) :], atol=SAME, rtol=0)
 
 
 def test_lifting_undoes_placing(source: LanguageModel) -> None:
@@ -559,6 +593,22 @@ def test_another_target_is_refused(made: Path, source: LanguageModel, tmp_path: 
         Target(source, [read_link(made / "translator", options_of(made))])
 
 
+def test_a_checkpoint_is_mapped_and_not_held(made: Path) -> None:
+    """The same weights, from the file; what the file has in another type stays as it was loaded."""
+    lm = load_model(made / "target", device="cpu")
+    own, names = read(lm, lm.ids(prompt())), [name for name, _ in lm.model.named_parameters()]
+    before = {name: weight.data_ptr() for name, weight in lm.model.named_parameters()}
+    size = sum(weight.nbytes for weight in lm.model.parameters())
+    assert map_anew(lm, made / "target") == size
+    assert not {before[name] for name in names} & {weight.data_ptr() for weight in lm.model.parameters()}
+    again = read(lm, lm.ids(prompt()))
+    assert all(torch.equal(a, b) for a, b in zip(own.keys + own.values, again.keys + again.values, strict=True))
+    assert lm.fingerprint == load_model(made / "target", device="cpu").fingerprint
+    other = load_model(made / "target", device="cpu", dtype=torch.bfloat16)
+    assert map_anew(other, made / "target") == 0
+    assert other.dtype == torch.bfloat16
+
+
 # --- a worker --------------------------------------------------------------------------------------------------------
 
 
@@ -571,7 +621,7 @@ def loading(
     match = find(matcher, keep(store, source, ids), ids)
     pages = MemoryPages(target)
     worker = Worker(store, matcher.options, pages, Target(target, [match.link]), None)
-    load = Load("r", carry_of(matcher, match, ids), (7, 2, 9, 4))
+    load = Load("r", carry_of(matcher, match, ids), ((7, 2, 9, 4),))
     yield worker, pages, load, read(target, target.ids(ids))
     pages.hold.set()
 
@@ -582,17 +632,35 @@ def test_a_load_fills_its_slots_and_no_others(loading: tuple[Worker, MemoryPages
     told = wait_for(worker, "received")
     assert told.received == {"r"}
     assert told.failed == {}
-    held = pages.read(load.blocks, TOKENS)
+    held = pages.read(load.blocks[0], TOKENS)
     assert not held[0][0][-1].isfinite().any()  # the last token is the engine's to read
     again = lifted([(k[:-1], v[:-1]) for k, v in held], _rotary(worker))
     torch.testing.assert_close(again.keys, own.narrow(0, TOKENS - 1).keys, atol=SAME, rtol=0)
-    others = [b for b in range(12) if b not in load.blocks]
+    others = [b for b in range(12) if b not in load.blocks[0]]
     assert not pages.layers[0][0][others].isfinite().any()
 
 
+def test_a_load_writes_nothing_where_no_block_is(loading: tuple[Worker, MemoryPages, Load, KV]) -> None:
+    """Three kinds of blocks, as a hybrid cache manager has them; in two of them a window has left first blocks behind."""
+    worker, pages, load, own = loading
+    rows = ((7, 2, 9, 4), (NO_BLOCK, 0, 1, 3), (NO_BLOCK, NO_BLOCK, 5, 6))
+    worker.start(Orders(loads=[replace(load, blocks=rows)]))
+    assert wait_for(worker, "received").failed == {}
+    heads = [slice(0, s.kv_heads) for s in _target(worker).lm.geometry.layers]
+    whole = list(placed(own.narrow(0, TOKENS - 1), _rotary(worker), 0, heads))
+    for layer, row in enumerate(rows):
+        first = row.count(NO_BLOCK) * BLOCK
+        held = pages.layers[layer][0][[b for b in row if b != NO_BLOCK]].flatten(0, 1)[: TOKENS - 1 - first]
+        torch.testing.assert_close(held, whole[layer][0][first:], atol=SAME, rtol=0)
+
+
 def _rotary(worker: Worker) -> Any:
+    return _target(worker).lm.rotary
+
+
+def _target(worker: Worker) -> Target:
     assert worker._target is not None
-    return worker._target.lm.rotary
+    return worker._target
 
 
 @pytest.mark.parametrize("fault", ["deleted", "corrupt", "kernel", "late", "expired"])
@@ -709,9 +777,9 @@ def test_a_request_is_matched_loaded_and_told(desk: Desk, store: Store, source: 
     assert salt is not None
     assert ask(desk) == TOKENS - 1
     assert desk.salt_again("r") == (False, None)
-    desk.allocated("r", [7, 2, 9, 4], TOKENS - 1)
+    desk.allocated("r", [[7, 2, 9, 4]], TOKENS - 1)
     (load,) = desk.orders().loads
-    assert load.blocks == (7, 2, 9, 4)
+    assert load.blocks == ((7, 2, 9, 4),)
     assert load.carry.ids == ids[:-1]
     assert desk.orders().loads == []
     desk.arrived("r")
@@ -738,7 +806,7 @@ def test_a_failed_load_is_not_tried_again(desk: Desk, store: Store, source: Lang
     ids = prompt()
     desk.arrive(arrival(ids, keep(store, source, ids)))
     assert ask(desk)
-    desk.allocated("r", [7, 2, 9, 4], TOKENS - 1)
+    desk.allocated("r", [[7, 2, 9, 4]], TOKENS - 1)
     desk.failed("r", "corrupt", "bits fell over")
     assert ask(desk) == 0
     assert desk.salt_again("r")[0]
@@ -807,6 +875,15 @@ def test_only_what_ended_by_itself_is_kept(desk: Desk, whole: bool, count: int) 
     assert len(desk.orders().saves) == count
 
 
+def test_what_a_window_has_left_behind_is_not_kept(desk: Desk) -> None:
+    desk.arrive(arrival(prompt()))
+    keeps, told = desk.finished("r", prompt(), [0, 2, 3, 4], whole=True, lost=True)
+    assert not keeps
+    assert told is not None
+    assert "window" in told["kvlingo"]["not_kept"]
+    assert desk.orders().saves == []
+
+
 def test_what_was_cut_off_is_kept_under_its_client_s_own_id(desk: Desk) -> None:
     """vLLM cuts off what ends with a stop string; an id that was drawn here could not be told any more."""
     key = new_id()
@@ -820,7 +897,7 @@ def test_a_request_that_goes_while_it_is_loaded_is_dropped(desk: Desk, store: St
     both = {"kvlingo": {"load": keep(store, source, ids), "save": new_id()}}
     desk.arrive(arrival(ids, params=both))
     assert ask(desk)
-    desk.allocated("r", [7, 2, 9, 4], TOKENS - 1)
+    desk.allocated("r", [[7, 2, 9, 4]], TOKENS - 1)
     keeps, _ = desk.finished("r", ids, [7, 2, 9, 4], whole=False)
     assert not keeps, "its blocks hold nothing yet"
     orders = desk.orders()
@@ -900,3 +977,42 @@ def test_a_self_test_that_fails_has_an_exit_code_of_its_own(
         main(["vllm-check", "--json"])
     assert left.value.code == 3
     assert "FAILED: so is the next turn (it is not)" in capsys.readouterr().out
+
+
+def test_a_stream_s_client_is_told_when_the_step_that_reads_its_prompt_has_ended(
+    desk: Desk, store: FolderStore, source: LanguageModel
+) -> None:
+    """Steps are begun before older ones have ended; what is told is what was true at the end of the request's own."""
+    ids, tell = prompt(), new_id()
+    desk.arrive(arrival(ids, params={"kvlingo": {"load": keep(store, source, ids), "tell": tell}}))
+    assert ask(desk)
+    desk.allocated("r", [7, 2, 9, 4], TOKENS - 1)
+    assert desk.has_untold
+    desk.begin_step({"r": 40})
+    desk.begin_step({"r": TOKENS})
+    assert not desk.has_untold
+    assert desk.end_step() == {}
+    desk.failed("r", "corrupt", "bits fell over")
+    (told,) = desk.end_step().values()
+    assert (told["status"], told["reason"]) == ("fallback_reprefill", "corrupt")
+    assert told["prompt"] == {"native": 0, "translated": 0, "recomputed": TOKENS}
+    assert desk.counts["fallback_reprefill"] == 0  # it is counted once, at its end
+    assert desk.end_step() == {}
+
+
+def test_a_client_without_a_kept_cache_is_told_what_the_prefix_cache_held(desk: Desk) -> None:
+    tell = new_id()
+    assert desk.arrive(arrival(prompt(), params={"kvlingo": {"tell": tell}}, salt="mine")) is None
+    assert ask(desk, 32) == 0
+    desk.begin_step({"r": TOKENS})
+    desk.finished("r", prompt(), [1], whole=True)  # its first token is its last
+    assert desk.end_step() == {tell: {"prompt": {"native": 32, "translated": 0, "recomputed": TOKENS - 32}}}
+
+
+def test_a_step_that_never_ends_keeps_nobody_waiting_for_ever(desk: Desk) -> None:
+    for number in range(40):
+        desk.arrive(arrival(prompt(), id=f"r{number}", params={"kvlingo": {"tell": new_id()}}))
+        desk.matched(f"r{number}", 0)
+        desk.begin_step({f"r{number}": TOKENS})
+    assert len(desk.end_step()) == 25
+    assert len(desk.end_step()) == 1

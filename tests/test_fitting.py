@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kvlingo import stats as stats_module
-from kvlingo.collecting import Collector
+from kvlingo.collecting import Collector, counted_tokens, product_dtype
 from kvlingo.corpus import examples, random_examples
 from kvlingo.errors import BadInput, IncompatiblePair
 from kvlingo.fitting import Fit, control, fit, solve_layers
@@ -183,6 +184,33 @@ def test_a_solved_layer_keeps_no_product_that_its_map_is_not_made_of(kind: MapKi
     solved = solve_layers(result.translator.config, result.stats, result.held_out, result.options)
     products = [x for solutions in solved.values() for s in solutions for x in (s.moments.gram, s.moments.cross)]
     assert all(bool(x.numel()) == is_kept for x in products)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        (("bfloat16", "bfloat16"), torch.float32),
+        (("float32", "bfloat16"), torch.float64),
+        (("bfloat16", "float32"), torch.float64),
+        (("float16", "float16"), torch.float64),  # its rounding is finer than float32's sums
+    ],
+)
+def test_products_are_in_single_precision_where_features_have_fewer_digits(
+    dtypes: tuple[str, str], expected: torch.dtype
+) -> None:
+    sides = [SimpleNamespace(dtype=getattr(torch, dtype)) for dtype in dtypes]
+    assert product_dtype(*sides) == expected  # type: ignore[arg-type]
+
+
+def test_the_pieces_to_read_are_known_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_again = counted(monkeypatch)
+    collector = Collector(*pair(), base_config(*pair(), OPTIONS), OPTIONS)
+    stats = collector.collect(tiny.documents(), "training", 700, None, None)
+    pieces_ = list(collector.pieces(tiny.documents(), 700))
+    assert [e.context_tokens for e in pieces_] == read_again
+    counts = [stop - start for start, stop in map(counted_tokens, pieces_)]
+    assert sum(counts) == stats.tokens
+    assert sum(counts[:-1]) < 700 <= sum(counts)
 
 
 def test_sinks_of_both_sides_stay_out_of_the_statistics() -> None:

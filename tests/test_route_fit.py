@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from kvlingo import cli
+from kvlingo.calibration import handoff_cost, read_cost
+from kvlingo.cost import handoff_s, pass_s
 from kvlingo.errors import BadArtifact, BadInput
 from kvlingo.manifest import Manifest, card_of
 from kvlingo.serve.calibrating import concluded
@@ -533,7 +535,15 @@ def test_calibrating_writes_what_a_server_takes(tmp_path: Path, capsys: pytest.C
     assert found.rates is not None
     assert found.rates.reading.s_per_byte > 0
     assert "the cost model says hand-over" in told.err
-    assert json.loads(told.out.splitlines()[-1])["switch"][0]["target"] == "big"
+    (way,) = json.loads(told.out.splitlines()[-1])["switch"]
+    assert way["target"] == "big"
+    assert [each["tokens"] for each in way["errors"]] == [row.tokens for row in found.measured]
+    cost, handoff = read_cost(lms["big"]), handoff_cost(translator)
+    for row, each in zip(found.measured, way["errors"], strict=True):
+        said = 1e3 * handoff_s(cost, handoff, found.rates, row.tokens)
+        assert said == pytest.approx(row.handoff_ms * (1 + each["handoff_error"]), rel=1e-3)
+        said = 1e3 * pass_s(cost, found.rates.reading, row.tokens)
+        assert said == pytest.approx(row.reprefill_ms * (1 + each["reprefill_error"]), rel=1e-3)
     assert run(*common, *folders) == 2
     assert "--overwrite" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Commands that make maps and judge them: fit, distill, eval, confidence."""
+"""Commands that make maps and judge them: fit, compress, distill, eval, confidence."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from kvlingo.commands.console import FAILED, emit, stoppable, tell
 from kvlingo.commands.options import (
     AsJson,
+    BudgetMb,
     Control,
     Device,
     Dtype,
@@ -18,6 +19,7 @@ from kvlingo.commands.options import (
     Map,
     Model,
     NativeLayers,
+    Overwrite,
     Seed,
     Sink,
     Source,
@@ -59,6 +61,7 @@ def fit(
     dtype: Dtype = None,
     device: Device = None,
     store: Annotated[Storage, typer.Option(help="How to store the weights.")] = Storage.float32,
+    budget_mb: BudgetMb = None,
     seed: Seed = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the translator that is there.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print what was chosen for each layer.")] = False,
@@ -78,23 +81,83 @@ def fit(
     }
     with stoppable(f"the statistics so far are kept in {out / 'work'}; the same command goes on from there"):
         from kvlingo import jobs
+        from kvlingo.processes import joined
 
-        result = jobs.fit_pair(
-            source,
-            target,
+        with joined() as processes:
+            result = jobs.fit_pair(
+                source,
+                target,
+                out,
+                texts=text or [],
+                changes=changes,
+                auto_map=map_kind is Map.auto,
+                no_text=no_text,
+                where=jobs.Where(device, dtype),
+                storage=store.value,
+                budget_bytes=None if budget_mb is None else round(1e6 * budget_mb),
+                overwrite=overwrite,
+                say=typer.echo,
+                tell=tell,
+                processes=processes,
+            )
+    if not processes.is_first:
+        return
+    if verbose:
+        print_layers(result["layers"])
+    emit(result, as_json)
+
+
+def compress(
+    folder: Folder,
+    out: Annotated[Path, typer.Option(help="Folder to save the smaller translator to.", show_default=False)],
+    budget_mb: BudgetMb = None,
+    flops: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Share of the maps' products that may be left.", show_default=False),
+    ] = None,
+    rank: Annotated[int | None, typer.Option(min=1, help="The same rank for all layers.", show_default=False)] = None,
+    text_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Features that a token's embedding is reduced to; 0: none. Default: as the budget says.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="With --flops: tokens of a conversation.")] = 2048,
+    store: Annotated[Storage, typer.Option(help="How to store the weights.")] = Storage.bfloat16,
+    source: Source = None,
+    target: Target = None,
+    text: Texts = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a translator smaller: low rank where it costs least. Its quality must be measured anew."""
+    with stoppable("nothing was written"):
+        from kvlingo import compacting, jobs
+        from kvlingo.compression import CompressOptions
+
+        result = compacting.compress_folder(
+            folder,
             out,
+            CompressOptions(
+                budget_bytes=None if budget_mb is None else round(1e6 * budget_mb),
+                flops_share=flops,
+                rank=rank,
+                text_rank=text_rank,
+                tokens=context,
+                storage=store.value,
+            ),
+            source_name=source,
+            target_name=target,
             texts=text or [],
-            changes=changes,
-            auto_map=map_kind is Map.auto,
-            no_text=no_text,
             where=jobs.Where(device, dtype),
-            storage=store.value,
             overwrite=overwrite,
             say=typer.echo,
             tell=tell,
         )
-    if verbose:
-        print_layers(result["layers"])
     emit(result, as_json)
 
 
@@ -108,7 +171,11 @@ def distill(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.", show_default=False)] = None,
     learning_rate: Annotated[float, typer.Option(min=0, help="Of AdamW, after warm-up.")] = 1e-4,
-    batch: Annotated[int, typer.Option(min=1, help="Hand-overs in a step.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Texts in a step.")] = 8,
+    tails: Annotated[
+        int,
+        typer.Option(min=1, help="Hand-overs made of each text, which differ in their tails and share what is frozen."),
+    ] = 1,
     context: Annotated[
         str, typer.Option(help="Context lengths to draw from, in target tokens.")
     ] = "64,128,192,256,384,512",
@@ -116,6 +183,14 @@ def distill(
     chat_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of hand-overs rendered in chat templates.")
     ] = 0.15,
+    keep_predictions: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Keep the target's own likeliest tokens, so many a position, for distilling again.",
+            show_default=False,
+        ),
+    ] = None,
     judged: Annotated[int, typer.Option(min=1, help="Held-out hand-overs to judge on.")] = 16,
     control: Annotated[Control | None, typer.Option(help="Distil a control instead.", show_default=False)] = None,
     dtype: Dtype = None,
@@ -130,6 +205,8 @@ def distill(
         "steps": steps,
         "learning_rate": learning_rate,
         "batch": batch,
+        "tails_each": tails,
+        "kept_predictions": keep_predictions,
         "context_tokens": tuple(contexts),
         "judged_context": (contexts[(len(contexts) - 1) // 2], contexts[-1]),
         "judged_examples": judged,
@@ -139,19 +216,23 @@ def distill(
     }
     with stoppable(f"{folder} is unchanged, a checkpoint is in {folder / 'work'}; the same command goes on from there"):
         from kvlingo import jobs
+        from kvlingo.processes import joined
 
-        result = jobs.distill_folder(
-            folder,
-            source_name=source,
-            target_name=target,
-            texts=text or [],
-            changes=changes,
-            control_name=None if control is None else control.value,
-            where=jobs.Where(device, dtype),
-            say=typer.echo,
-            tell=tell,
-        )
-    emit(result, as_json)
+        with joined() as processes:
+            result = jobs.distill_folder(
+                folder,
+                source_name=source,
+                target_name=target,
+                texts=text or [],
+                changes=changes,
+                control_name=None if control is None else control.value,
+                where=jobs.Where(device, dtype),
+                say=typer.echo,
+                tell=tell,
+                processes=processes,
+            )
+    if processes.is_first:
+        emit(result, as_json)
 
 
 def evaluate(

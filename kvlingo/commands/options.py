@@ -103,6 +103,12 @@ NativeLayers = Annotated[int, typer.Option(min=0, help="First layers that the ta
 Mapper = Annotated[
     MapperFormat, typer.Option("--format", help="Whose format: vllm-project/semantic-router's.", show_default=False)
 ]
+BudgetMb = Annotated[
+    float | None,
+    typer.Option(
+        "--budget-mb", min=0, help="MB that the stored weights may take; ranks are chosen within.", show_default=False
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 

@@ -27,6 +27,15 @@ from kvlingo.errors import MissingExtra
 def serve(
     model: Served = None,
     translator: Translators = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="vllm=URL,URL",
+            help="Stand before vLLM servers with KV-Lingo's connector (docs/vllm.md) instead of loading models: a switch passes "
+            "on which kept cache to go on from. Their API key, if they ask for one: KVLINGO_ENGINE_KEY.",
+            show_default=False,
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="TOML file of settings; the environment (KVLINGO_PORT, …) and flags go before it."),
@@ -101,6 +110,7 @@ def serve(
     flags = {
         "models": model,
         "translators": translator,
+        "engine": engine,
         "host": host,
         "port": port,
         "keys": keys,
@@ -159,8 +169,6 @@ def calibrate(
 ) -> None:
     """Time hand-overs and re-prefills of the models to be served; write from which length on a switch translates."""
     with stoppable(f"{out} is unchanged; run the same command again"):
-        from dataclasses import asdict
-
         from kvlingo.jobs import Where
         from kvlingo.serve import calibrating, settings
         from kvlingo.serve.routing.rules import NEVER
@@ -176,12 +184,12 @@ def calibrate(
             overwrite=overwrite,
             tell=tell,
         )
-    for each in found:
+    for each in (one.rule for one in found):
         typer.echo(
             f"{each.source} → {each.target}: reads again up to {each.reprefill_up_to} tokens, translates from "
             + (f"{each.translate_from}" if each.translate_from < NEVER else "no length that was measured")
         )
-    emit({"switch": [asdict(each) for each in found]}, as_json)
+    emit({"switch": [each.to_json() for each in found]}, as_json)
 
 
 def vllm_check(

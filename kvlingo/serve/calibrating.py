@@ -6,13 +6,15 @@ holds for this machine and these weights, and the file says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kvlingo.calibration import measure_rates, read_cost
-from kvlingo.cost import Rates, handoff_s, pass_s
+from kvlingo.cost import HandoffCost, Rates, TargetCost, handoff_s, pass_s
 from kvlingo.environment import environment_card
 from kvlingo.errors import BadInput
 from kvlingo.files import write_file
@@ -27,6 +29,27 @@ from kvlingo.timing import CHARS_PER_TOKEN, FirstToken, cut, joined, time_to_fir
 Tell = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Predicted:
+    """How far the calibrated cost model is from what was measured at one length, as a share of it."""
+
+    tokens: int
+    handoff_error: float
+    reprefill_error: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one way's measuring found: what a server goes by, and how well the cost model in it foretells what was measured."""
+
+    rule: Calibrated
+    errors: tuple[Predicted, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain dict."""
+        return {**asdict(self.rule), "errors": [asdict(each) for each in self.errors]}
+
+
 def calibrate(
     models: Mapping[str, str],
     translators: Sequence[Path],
@@ -38,7 +61,7 @@ def calibrate(
     where: Where,
     overwrite: bool,
     tell: Tell,
-) -> list[Calibrated]:
+) -> list[Found]:
     """Load what is to be served, measure every way that has a translator, write the rules."""
     if not translators:
         raise BadInput("no translator to measure; give at least one: --translator DIR")
@@ -55,7 +78,7 @@ def calibrate(
         "seconds for a FLOP, a byte, a layer's call, as measured here on these models' own shapes.",
         f"{card['cpu']}, {card['threads']} threads, {card['accelerator'] or 'no accelerator'}, torch {card['torch']}",
     ]
-    write_file(out, written(found, notes).encode())
+    write_file(out, written([each.rule for each in found], notes).encode())
     read_rules(out)  # what was written can be read, or it is seen here and not when the server starts
     return found
 
@@ -82,7 +105,7 @@ def measure(
     lengths: Sequence[int],
     repeats: int,
     tell: Tell,
-) -> Calibrated:
+) -> Found:
     """Time one way at every length that both models read."""
     source, target = models[link.source], models[link.target]
     rooms = [lm.geometry.max_positions for lm in (source, target)]
@@ -100,9 +123,13 @@ def measure(
         )
     rule = concluded(measured)
     rates = measure_rates(target, link.translator, [(row.tokens, row.handoff_ms / 1e3) for row in measured])
-    for line in compared(measured, target, link, rates):
-        tell(line)
-    return Calibrated(
+    errors = compared(measured, read_cost(target), link.cost, rates)
+    for each in errors:
+        tell(
+            f"{link.source} → {link.target}, {each.tokens} tokens: the cost model says hand-over {each.handoff_error:+.0%}, "
+            f"re-prefill {each.reprefill_error:+.0%}"
+        )
+    known = Calibrated(
         link.source,
         link.target,
         source.fingerprint,
@@ -112,18 +139,19 @@ def measure(
         tuple(measured),
         rates,
     )
+    return Found(known, tuple(errors))
 
 
-def compared(measured: Sequence[Measured], target: LanguageModel, link: Link, rates: Rates) -> Iterator[str]:
-    """Say how far the calibrated cost model is from what was measured; re-prefills were no part of what it was made from."""
-    cost = read_cost(target)
-    for row in measured:
-        handoff, again = handoff_s(cost, link.cost, rates, row.tokens), pass_s(cost, rates.reading, row.tokens)
-        yield (
-            f"{link.source} → {link.target}, {row.tokens} tokens: the cost model says hand-over {1e3 * handoff:.1f} ms "
-            f"({1e3 * handoff / row.handoff_ms - 1:+.0%}), re-prefill {1e3 * again:.1f} ms "
-            f"({1e3 * again / row.reprefill_ms - 1:+.0%})"
+def compared(measured: Sequence[Measured], cost: TargetCost, handoff: HandoffCost, rates: Rates) -> list[Predicted]:
+    """Return what the calibrated cost model says of each length; re-prefills were no part of what it was made from."""
+    return [
+        Predicted(
+            row.tokens,
+            1e3 * handoff_s(cost, handoff, rates, row.tokens) / row.handoff_ms - 1,
+            1e3 * pass_s(cost, rates.reading, row.tokens) / row.reprefill_ms - 1,
         )
+        for row in measured
+    ]
 
 
 def timed(text: str, source: LanguageModel, target: LanguageModel, link: Link, repeats: int) -> FirstToken:

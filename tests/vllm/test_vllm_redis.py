@@ -1,4 +1,4 @@
-"""Two real engines with a Redis server between them: exact, no leak, and whatever happens to it the prompt is read again."""
+"""Two real engines with a Redis server between them: exact, no leak; whatever happens to it, the prompt is read again."""
 
 from __future__ import annotations
 
