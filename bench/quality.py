@@ -9,10 +9,10 @@
 
     python -m bench.quality agents     --direction smollm2-gemma --work DIR --context 192 --out results/NAME.json
 
-The relatives (directions sibling-full, full-sibling, base-tuned, tuned-base) are made by `bench.sibling`. `agents` scores hand-overs
-to a target with a system prompt of its own (`bench.agents`). Everything else that a run depends on is written below, so that a
-result names its command and nothing more. Training runs in bfloat16 where the processor multiplies it natively; evaluation always in
-float32.
+The relatives (directions sibling-full, full-sibling, base-tuned, tuned-base) are made by `bench.sibling`. `agents` scores
+hand-overs to a target with a system prompt of its own (`bench.agents`). Everything else that a run depends on is written below,
+so that a result names its command and nothing more. Training runs in bfloat16 where the processor multiplies it natively;
+evaluation always in float32.
 """
 
 from __future__ import annotations
