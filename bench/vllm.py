@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import statistics
 import sys
 import tempfile
@@ -65,6 +66,7 @@ class Text:
 def main() -> None:
     """Measure and print one record."""
     arguments = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # who is stopped takes its servers along
     with tempfile.TemporaryDirectory(prefix="kvlingo-bench-vllm-") as place:
         record = measure(arguments, held_out_and_training(arguments.cache / "corpora").held_out, Path(place))
     line = json.dumps(record)
