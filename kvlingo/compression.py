@@ -222,7 +222,7 @@ def metric_of(scale: Tensor, minds: Tensor | None) -> Tensor:
 def in_coordinates(layer_map: LayerMap, moments: Moments) -> tuple[Tensor, Tensor]:
     """Return a map's matrix and bias for features that are standardised by these moments, not by its own means and scales."""
     linear = layer_map.linear
-    weight = linear.weight if isinstance(linear, LinearMap) else linear.down @ linear.up  # type: ignore[union-attr, operator]
+    weight = linear.weight if isinstance(linear, LinearMap) else linear.down @ linear.up  # type: ignore[operator]
     weight = weight.to(moments.gram) / layer_map.feature_scale.to(moments.gram)[:, None]
     moved = moments.feature_mean - layer_map.feature_mean.to(moments.gram)
     return weight * moments.feature_scale[:, None], layer_map.bias.to(moments.gram) + moved @ weight
