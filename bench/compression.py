@@ -107,7 +107,7 @@ def variant(
     """Make one variant, as it comes back from disk, and say how small it is and what was chosen."""
     given = dict(part.split("=") for part in words.split(","))
     storage: Any = given.get("store", "float32")
-    budgets = {
+    budgets: dict[str, Any] = {
         "rank": int(given["rank"]) if "rank" in given else None,
         "budget_bytes": round(1e6 * float(given["mb"])) if "mb" in given else None,
         "flops_share": float(given["flops"]) if "flops" in given else None,
