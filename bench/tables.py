@@ -169,6 +169,48 @@ def gateway() -> str:
     return "\n".join(lines) + "\n"
 
 
+ENGINES = {"hybrid_off": "`KVLingoConnector`", "hybrid_on": "`KVLingoHybridConnector`"}
+
+
+def vllm_servers() -> str:
+    """Return what real weights through two vLLM servers cost, and how far they are from the in-process path."""
+    record = load("vllm")
+    if record is None:
+        return "Not measured yet.\n"
+    lines = [
+        "| target's connector | tokens | own prefill, ms (p90) | handed over, ms (p90) | shorter by | KL off in-process |",
+        "|---|---|---|---|---|---|",
+    ]
+    for engine, found in record["engines"].items():
+        for tokens, times in found["times"].items():
+            own, handed, faster = times["own_ms"], times["handed_ms"], times["times_faster"]["median"]
+            lines.append(
+                f"| {ENGINES[engine]} | {int(tokens):,} | {own['median']:,.0f} ({own['p90']:,.0f}) | {handed['median']:,.0f} "
+                f"({handed['p90']:,.0f}) | {faster:.1f}× | {found['largest_gap_nats']:.1e} at most |"
+            )
+    lines += [
+        "",
+        "| source, tokens | first token, ms | the same, keeping | kept after, ms | bytes |",
+        "|---|---|---|---|---|",
+    ]
+    for tokens, times in record["source"].items():
+        plain, keeping, after, size = (
+            times[n]["median"] for n in ("plain_ms", "keeping_ms", "kept_after_ms", "kept_bytes")
+        )
+        lines.append(f"| {int(tokens):,} | {plain:,.0f} | {keeping:,.0f} | {after:,.0f} | {size:,.0f} |")
+    here, mean = record["in_process"], lambda values: sum(values) / len(values)
+    lines += [
+        "",
+        (
+            f"Medians of {len(next(iter(record['source'].values()))['plain_ms']['all'])} rounds; {record['dtype']}, "
+            f"{record['environment']['cores']} cores. KL on {record['texts']} texts of {record['text_tokens']:,} tokens, "
+            f"{record['continuation_tokens']} further tokens each: {mean(here['kl_nats']):.3f} in process as vLLM's figures "
+            f"allow to tell (of {record['top']:,} tokens), {mean(here['full_kl_nats']):.3f} in full."
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def load_test() -> str:
     """Return what came of many conversations at once."""
     record = load("load")
@@ -344,16 +386,47 @@ def switches() -> str:
     return "\n".join(lines) + "\n"
 
 
+GUIDE = {"ridge": 0.889, "distilled": 0.984}
+"""Accuracy kept of the target's own, Qwen3-4B → Qwen3-30B-A3B, as the widespread guide and the paper it retells say."""
+
+
+def guide() -> str:
+    """Return the guide's two figures beside what was measured here for the same two stages."""
+    lines = [
+        "| stage | the guide: accuracy kept, Qwen3-4B → 30B-A3B | here: share of the context's gain kept |",
+        "|---|---|---|",
+    ]
+    for stage, arm in (("ridge", "ridge"), ("distilled", "translated")):
+        told = []
+        for direction, label in NAMES.items():
+            for context in (192, 1024):
+                report = load(f"{direction}-{context}-tail1")
+                if report is not None and arm in report["arms"]:
+                    told.append(f"{label}, {context}: {interval(report['arms'][arm]['share_kept'], 2)}")
+        lines.append(f"| {stage} | {GUIDE[stage]:.1%} | {'; '.join(told) or 'not measured yet'} |")
+    tasks = [
+        f"{label}: {interval(record['over_counting']['arms']['translated']['retention'], 3)}"
+        for direction, label in NAMES.items()
+        if (record := load(f"tasks-{direction}")) is not None and record["over_counting"] is not None
+    ]
+    told_tasks = "; ".join(tasks) if tasks else "not measured yet"
+    return (
+        "\n".join(lines) + f"\n\nAccuracy kept on the local tasks that count (`python -m bench.tasks`): {told_tasks}.\n"
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         summary,
+        guide,
         quality,
         long_context,
         reverse,
         demo_times,
         memory,
         gateway,
+        vllm_servers,
         load_test,
         speed,
         capacity,

@@ -97,20 +97,40 @@ def content_ranges(
     template's own text, so that a content is found by its place and not by a search that "user"
     could lead astray.
     """
-    contents = [message["content"] for message in messages]
-    blank = {i for i, content in enumerate(contents) if not content.strip()}
     ranges: list[Span] = []
-    for unmarked in (set(), blank):  # a template may leave blank messages out
-        marks = {i: f"\ue000{i}\ue001" for i in range(len(contents)) if i not in unmarked}
-        marked = [{**m, "content": marks.get(i, m["content"])} for i, m in enumerate(messages)]
+    for marks, marked in marked_chats(messages):
         try:
-            skeleton = _Skeleton.cut(render(tokenizer, marked, add_generation_prompt, tools), marks)
-        except BadInput:  # the template reads contents: search for them in order
-            skeleton = _Skeleton(list(marks), [""] * (len(marks) + 1))
-        ranges, exact = _walk(rendered, skeleton, contents)
+            text = render(tokenizer, marked, add_generation_prompt, tools)
+        except BadInput:  # the template reads contents
+            text = None
+        ranges, exact = ranges_by_marks(messages, rendered, marks, text)
         if exact:
             break
     return ranges
+
+
+Marks = dict[int, str]
+
+
+def marked_chats(messages: Sequence[Message]) -> list[tuple[Marks, list[dict[str, Any]]]]:
+    """Return the chats to render for `ranges_by_marks`, the likelier first, and the marks that stand for contents in each."""
+    blank = {i for i, message in enumerate(messages) if not message["content"].strip()}
+    chats = []
+    for unmarked in (set[int](), blank):  # a template may leave blank messages out
+        marks = {i: f"\ue000{i}\ue001" for i in range(len(messages)) if i not in unmarked}
+        chats.append((marks, [{**m, "content": marks.get(i, m["content"])} for i, m in enumerate(messages)]))
+    return chats
+
+
+def ranges_by_marks(
+    messages: Sequence[Message], rendered: str, marks: Marks, marked: str | None
+) -> tuple[list[Span], bool]:
+    """Return each content's characters in a rendered chat, and whether they fit the template's text exactly.
+
+    `marked`: the chat rendered with marks; where that can't be, contents are searched for in order.
+    """
+    skeleton = _Skeleton(list(marks), [""] * (len(marks) + 1)) if marked is None else _Skeleton.cut(marked, marks)
+    return _walk(rendered, skeleton, [message["content"] for message in messages])
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from kvlingo import __version__
-from kvlingo.commands import exchanging, learning, routers, serving, timing, using
+from kvlingo.commands import exchanging, learning, recipes, routers, serving, timing, using
 from kvlingo.commands.console import guarded
 
 app = typer.Typer(
@@ -44,9 +44,12 @@ def _root(
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "fit": learning.fit,
+    "compress": learning.compress,
     "distill": learning.distill,
     "eval": learning.evaluate,
     "confidence": learning.confidence,
+    "lm-eval": recipes.lm_eval,
+    "recipe": recipes.recipe,
     "handoff": using.handoff,
     "info": using.info,
     "plan": using.plan,

@@ -32,6 +32,9 @@ class TranslatorConfig:
         map_kind: linear (head-mixing), headwise (one head to one head), lowrank (head-mixing through `rank` dims).
         residual_width: hidden width of the head-mixing MLP residual; 0 for none.
         key_norms: which layers' keys end in the target's own norm: "head", "layer" (over all heads at once) or None.
+        ranks: of low-rank maps, the dims of each target layer, where they differ; 0 for a layer whose matrix is whole. Empty:
+            `rank` for all.
+        text_rank: features that a token's embedding is reduced to before any map reads it; 0: read as it is.
         fitted_tokens: the longest context it was fitted on; None where that is not known. Longer ones work, and plans say so.
     """
 
@@ -45,6 +48,8 @@ class TranslatorConfig:
     residual_width: int = 0
     key_norms: tuple[str | None, ...] = ()
     fitted_tokens: int | None = None
+    ranks: tuple[int, ...] = ()
+    text_rank: int = 0
 
     @property
     def reads_text(self) -> bool:
@@ -69,20 +74,32 @@ class TranslatorConfig:
     def width(self, block: str) -> int:
         """Return the number of columns of a block."""
         kind, index, *_ = block.split("/")
-        return self.target.hidden_size if kind == "embedding" else self.source.layers[int(index)].width
+        return self.text_width if kind == "embedding" else self.source.layers[int(index)].width
+
+    @property
+    def text_width(self) -> int:
+        """Return the number of features of a token's embedding, as maps read it."""
+        return self.text_rank or self.target.hidden_size
+
+    def rank_of(self, layer: int) -> int:
+        """Return the dims that a target layer's map goes through; 0 for a whole matrix."""
+        if self.map_kind != "lowrank":
+            return 0
+        rank = self.ranks[layer] if self.ranks else self.rank
+        return min(rank, self.feature_width(layer), self.target.layers[layer].width)
 
     def feature_width(self, layer: int) -> int:
         """Return the number of features of a target layer's map."""
         return sum(self.width(block) for block in self.blocks(layer))
 
     def to_json(self) -> dict[str, Any]:
-        """Return a plain dict that `from_json` restores."""
-        return asdict(self)
+        """Return a plain dict that `from_json` restores; older versions read it too where nothing was made smaller."""
+        return {k: v for k, v in asdict(self).items() if v or k not in ("ranks", "text_rank")}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TranslatorConfig:
         """Restore what `to_json` gave."""
-        tuples = {k: tuple(data[k]) for k in ("source_lags", "embedding_lags", "key_norms")}
+        tuples = {k: tuple(data[k]) for k in ("source_lags", "embedding_lags", "key_norms", "ranks") if k in data}
         return cls(
             **{
                 **data,
@@ -148,7 +165,8 @@ def feature_blocks(
     Args:
         source: the source's cache, batch 1; a layer may lack the tokens before those that are looked at.
         alignment: [tokens] source token of each target token, all >= 0.
-        embeddings: [all target tokens, hidden]: the target's own input embeddings of the whole conversation.
+        embeddings: [all target tokens, features]: the target's own input embeddings of the whole conversation, as maps read
+            them (`Translator.read_text`).
 
     Returns each block as [tokens, columns], float32 at least. Before the first token, lagged blocks repeat it.
     """

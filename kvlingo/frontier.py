@@ -417,7 +417,7 @@ def control_shares(sweep: Sweep, chosen: Sequence[Example]) -> dict[str, float]:
 def translated_without_source(sweep: Sweep, plans: Sequence[HandoffPlan]) -> float:
     """Return the cost of maps that read the text alone: the share of weights that embeddings feed."""
     config = sweep.translator.config
-    text = config.target.hidden_size * len(config.embedding_lags)
+    text = config.text_width * len(config.embedding_lags)
     weights = [w * text // max(config.feature_width(layer), 1) if w else 0 for layer, w in enumerate(sweep.weights)]
     shares = [plan_flops(sweep.cost, weights, p) / pass_flops(sweep.cost, p.tokens) for p in plans]
     return sum(shares) / len(shares)

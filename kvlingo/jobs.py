@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from kvlingo.collecting import Collector, Progress, digest_of, load_statistics
+from kvlingo.compression import CompressOptions, compress, refuse_budget
 from kvlingo.distillation import Distilled, DistillOptions, distill
-from kvlingo.errors import IncompatiblePair, KVLingoError, MissingExtra
+from kvlingo.errors import BadInput, IncompatiblePair, KVLingoError, MissingExtra
 from kvlingo.evaluation import EvaluationOptions, attention_cosine
 from kvlingo.facts import BYTES, size_of
 from kvlingo.files import write_file
@@ -29,6 +30,7 @@ from kvlingo.models import load_model, quiet_loading
 from kvlingo.plots import draw_curve
 from kvlingo.processes import ALONE, Processes
 from kvlingo.progress import progress_bar
+from kvlingo.sensitivity import measure_sensitivity, options_for
 from kvlingo.shapes import FitOptions, base_config, choose_map, options_from_json, source_free, text_free
 from kvlingo.stats import GramStats
 from kvlingo.store import load_translator, read_manifest
@@ -100,6 +102,7 @@ def fit_pair(
     no_text: bool,
     where: Where,
     storage: StorageType,
+    budget_bytes: int | None = None,
     overwrite: bool,
     say: Say,
     tell: Say,
@@ -109,6 +112,7 @@ def fit_pair(
 
     Args:
         changes: what differs from `FitOptions()`.
+        budget_bytes: what the translator may take when stored; it is compressed to that. The controls stay whole.
         say, tell: take a result's line, and a line about progress.
         processes: all that do this together, with the same arguments; the first one writes.
     """
@@ -128,7 +132,7 @@ def fit_pair(
             source, target = load_pair(source_name, target_name, where)
         processes.require_alike(
             {
-                "options": json.loads(json.dumps([asdict(options), auto_map, no_text, storage])),
+                "options": json.loads(json.dumps([asdict(options), auto_map, no_text, storage, budget_bytes])),
                 "texts": digest_of(documents),
                 "models": [source.fingerprint, target.fingerprint],
             }
@@ -137,8 +141,15 @@ def fit_pair(
             options = replace(
                 options, **choose_map(source.geometry, target.geometry, count_weights(source), count_weights(target))
             )
+        small = None if budget_bytes is None else CompressOptions(budget_bytes=budget_bytes, storage=storage)
+        if small is not None:
+            options = without_extras(options)
         config = base_config(source, target, options)
-        tell(size_line(text_free(config) if no_text else config, storage))
+        mine = text_free(config) if no_text else config
+        if small is None:
+            tell(size_line(mine, storage))
+        else:
+            refuse_budget(mine, small)
         torch.manual_seed(options.seed)
         if processes.is_first:
             remember_models(out, source_name, target_name)
@@ -155,6 +166,15 @@ def fit_pair(
             if not processes.is_first:
                 return {}
             translator, controls = fitted_alike(fitted, config, target, no_text=no_text, progress=bar.count)
+        told: dict[str, Any] = {"fit": asdict(options), "no_text": no_text}
+        if small is not None:
+            training = [d for d in apart.training if d not in fitted.held_out_documents]
+            with progress_bar() as bar:
+                seen_by = options_for(options)
+                minds = measure_sensitivity(translator, source, target, training, seen_by, progress=bar.count)
+            compressed = compress(translator, fitted.stats, small, minds)
+            translator = compressed.translator
+            told["compress"] = {**asdict(small), **compressed.to_json()}
         found = judge_fit(fitted, translator, controls, source, target)
         seen = TextsSeen(
             training=frozenset(digest(d) for d in apart.training) - frozenset(map(digest, fitted.held_out_documents)),
@@ -167,7 +187,7 @@ def fit_pair(
             controls,
             source=source,
             target=target,
-            options={"fit": asdict(options), "no_text": no_text, "texts": seen.to_json()},
+            options={**told, "texts": seen.to_json()},
             held_out=found,
             storage=storage,
             overwrite=overwrite,
@@ -185,6 +205,13 @@ def fit_pair(
         "map": {"kind": options.map_kind, "residual_width": options.residual_width, "reads_text": not no_text},
         "layers": list(fitted.choices),
     }
+
+
+def without_extras(options: FitOptions) -> FitOptions:
+    """Return options for maps that can be compressed. Raises `BadInput` where other ones were asked for."""
+    if options.map_kind == "headwise":
+        raise BadInput("head-wise maps have no matrix to factor; leave --budget-mb out, or fit --map linear")
+    return replace(options, residual_width=0)
 
 
 @contextmanager

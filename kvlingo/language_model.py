@@ -23,7 +23,10 @@ from kvlingo.fingerprints import fingerprint
 from kvlingo.geometry import Geometry
 from kvlingo.probing import decoder_of, run
 from kvlingo.rope import Rotary
+from kvlingo.steps import Steps, finished, parts
 
+PROBED_PARTS = (5, 3, 4)
+PROBED_ERROR = 0.02
 OPENING_TOKENS = 8
 
 
@@ -73,6 +76,19 @@ class LanguageModel:
     def tokenizer_hash(self) -> str:
         """Identify the tokenizer by content: vocabulary, merges, normaliser, added tokens and chat template."""
         return hash_tokenizer(self.tokenizer)
+
+    @cached_property
+    def goes_on(self) -> bool:
+        """Whether several tokens after a filled cache are read as they are within one text; tried out on a few."""
+        tokens = sum(PROBED_PARTS)
+        ids = self.ids([(7919 * i) % self.geometry.vocab_size for i in range(1, tokens + 1)])
+        with torch.no_grad():
+            whole = prefill(self, ids, full_length=True).logits[-1]
+            cache, start = None, 0
+            for part in PROBED_PARTS:
+                done = prefill(self, ids[start : start + part], cache=cache, full_length=True)
+                cache, start = done.cache, start + part
+        return bool((done.logits[-1] - whole).norm() <= PROBED_ERROR * whole.norm())
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the input embeddings of `ids` [tokens] as [tokens, hidden]."""
@@ -127,13 +143,44 @@ def prefill(
     return Prefill(cache, logits)
 
 
+def prefill_in_parts(
+    lm: LanguageModel,
+    ids: Tensor,
+    *,
+    most: int | None,
+    cache: Any = None,
+    full_length: bool = False,
+    logits_to_keep: int = 1,
+) -> Steps[Prefill]:
+    """Do what `prefill` does, at most `most` tokens a step; None: all at once. `logits_to_keep` is 1 or more.
+
+    The cache that is given holds, between two steps, the tokens of those taken.
+    """
+    if not len(ids):
+        return prefill(lm, ids, cache=cache)  # which refuses
+    rows, tokens = list[Tensor](), len(ids)
+    for start, stop in parts(0, tokens, most):
+        if start:
+            yield
+        kept = min(stop - start, max(0, logits_to_keep - (tokens - stop)))
+        done = prefill(lm, ids[start:stop], cache=cache, full_length=full_length, logits_to_keep=max(1, kept))
+        cache, rows = done.cache, [*rows, done.logits] if kept else rows
+    return Prefill(cache, rows[0] if len(rows) == 1 else torch.cat(rows))
+
+
+def reads_in_parts(lm: LanguageModel, tokens: int) -> bool:
+    """Tell whether a text of so many tokens, read in parts, is what it is when read at once.
+
+    Not where the angles of all tokens change on the way. A model with a recurrent state is tried out: some forget it where
+    several tokens follow (Jamba, in transformers 5.24).
+    """
+    limit = lm.geometry.angle_limit
+    return (limit is None or tokens <= limit) and (lm.target_refusal is None or lm.goes_on)
+
+
 def read_in_pieces(lm: LanguageModel, ids: Tensor, tokens: int | None, cache: Any = None) -> Prefill:
     """Let a model read ids at once, or so many tokens at a time."""
-    pieces = ids.split(tokens) if tokens else (ids,)
-    done = prefill(lm, pieces[0], cache=cache)
-    for piece in pieces[1:]:
-        done = prefill(lm, piece, cache=done.cache)
-    return done
+    return finished(prefill_in_parts(lm, ids, most=tokens, cache=cache))
 
 
 def read_sinks(lm: LanguageModel, ids: Tensor, *, opening: int = 0) -> KV:
@@ -142,13 +189,23 @@ def read_sinks(lm: LanguageModel, ids: Tensor, *, opening: int = 0) -> KV:
     `opening` is how many of them hold nothing of any content (`Reading.opening`). More than those, or than `OPENING_TOKENS` (a
     template may begin with definitions of tools), is never remembered: nobody can tell by the time what others have said.
     """
-    key = (lm.dtype, lm.device, *ids.tolist())
+    key = _sink_key(lm, ids)
     if key in lm.sinks:
         return lm.sinks[key]
     kv = read(lm, ids)
-    if len(ids) <= min(opening, OPENING_TOKENS) and not torch.is_inference_mode_enabled():
+    if is_remembered(lm, ids, opening=opening):
         lm.sinks[key] = kv
     return kv
+
+
+def is_remembered(lm: LanguageModel, ids: Tensor, *, opening: int) -> bool:
+    """Tell whether `read_sinks` knows these first tokens, or will remember them."""
+    may_be = len(ids) <= min(opening, OPENING_TOKENS) and not torch.is_inference_mode_enabled()
+    return may_be or _sink_key(lm, ids) in lm.sinks
+
+
+def _sink_key(lm: LanguageModel, ids: Tensor) -> tuple[object, ...]:
+    return (lm.dtype, lm.device, *ids.tolist())
 
 
 def read(lm: LanguageModel, ids: Tensor) -> KV:

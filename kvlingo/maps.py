@@ -5,7 +5,10 @@ Knows weights and shapes; does not know where features come from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +16,23 @@ from torch import Tensor, nn
 from kvlingo.cache import split_heads
 from kvlingo.features import TranslatorConfig
 from kvlingo.geometry import LayerGeometry
+
+Side = Literal["keys", "values"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of a map's first products.
+
+    Fields:
+        weight: [features that it reads, columns], or one for each target head, [heads, features of a head, columns].
+        added: what is added to it: [columns], or [heads * columns].
+        side: of each source layer it reads keys or values alone; None for both. Text is read by every product.
+    """
+
+    weight: Tensor
+    added: Tensor
+    side: Side | None = None
 
 
 class LayerMap(nn.Module):
@@ -49,47 +69,76 @@ class LayerMap(nn.Module):
             y = self.linear(x)
             if self.residual is not None:
                 y = y + self.residual(x)
-        return self.finish(y.to(self.bias.dtype) + self.bias)
+        return self.keys_and_values([y.to(self.bias.dtype) + self.bias])
 
-    def first_products(self) -> tuple[Tensor, Tensor] | None:
-        """Return the weights [features, columns] that standardised features meet first, and what is added to their products.
+    def first_products(self) -> tuple[Product, ...] | None:
+        """Return the products that standardised features meet first; None for a structure that is not known.
 
-        Side by side: the linear map, or its first factor, then the residual's hidden columns. None for another structure.
+        A linear map is one product, a low-rank one its first factor, a head-wise one a product a head of keys and of values. The
+        residual's hidden columns stand beside a dense one, or are a product of their own.
         """
-        linear = self.linear
+        linear, hidden = self.linear, self._hidden_product()
         if isinstance(linear, LinearMap):
-            weights, added = list[Tensor]([linear.weight]), list[Tensor]([self.bias])
+            dense = Product(linear.weight, self.bias)
         elif isinstance(linear, LowRankMap):
-            weights, added = [linear.down], [torch.zeros_like(linear.down[0])]
+            dense = Product(linear.down, torch.zeros_like(linear.down[0]))
+        elif isinstance(linear, SplitMap | HeadwiseMap):
+            (keys, values), (key_bias, value_bias) = linear.sides(), self._split(self.bias)
+            products = (Product(keys, key_bias, "keys"), Product(values, value_bias, "values"))
+            return products if hidden is None else (*products, hidden)
         else:
             return None
-        if self.residual is not None:
-            weights.append(self.residual.enter.weight.T)
-            added.append(self.residual.enter.bias)
-        return torch.cat(weights, dim=1), torch.cat(added)
+        if hidden is None:
+            return (dense,)
+        return (Product(torch.cat((dense.weight, hidden.weight), dim=1), torch.cat((dense.added, hidden.added))),)
 
-    def after(self, first: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return what `forward` does, from the first products [tokens, columns] with what is added to them.
+    def _hidden_product(self) -> Product | None:
+        if self.residual is None:
+            return None
+        return Product(self.residual.enter.weight.T, self.residual.enter.bias)
 
-        `dtype`: what further products are made in.
+    def after(self, first: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the outputs, from the first products with what is added to them.
+
+        Both are [tokens, columns], or [heads, tokens, columns] of keys and of values; multiplied in the products' dtype.
         """
-        hidden = self.residual.enter.out_features if self.residual is not None else 0
-        y = first[:, : first.shape[-1] - hidden]
-        if isinstance(self.linear, LowRankMap):
-            y = y.to(dtype) @ self.linear.up.to(dtype) + self.bias
-        if self.residual is not None:
-            y = y + nn.functional.gelu(first[:, -hidden:]).to(dtype) @ self.residual.leave.weight.T.to(dtype)
-        return self.finish(y)
+        linear, residual = self.linear, self.residual
+        if isinstance(linear, SplitMap | HeadwiseMap):
+            if residual is None:
+                return first
+            *sides, hidden = first
+            beside = self._split(residual.leaving(hidden))
+            return [self._by_head(x)[0] + self._by_head(y)[0] for x, y in zip(sides, beside, strict=True)]
+        hidden_columns = residual.enter.out_features if residual is not None else 0
+        y = first[0][:, : first[0].shape[-1] - hidden_columns]
+        if isinstance(linear, LowRankMap):
+            y = torch.addmm(self.bias.to(y.dtype), y, linear.up.to(y.dtype))
+        if residual is not None:
+            y = y + residual.leaving(first[0][:, -hidden_columns:])
+        return [y]
 
-    def finish(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Split outputs [tokens, width] into heads and let the target's own key norm finish the keys."""
-        keys, values = y[None].split((self.shape.key_width, self.shape.value_width), dim=-1)
-        if self.norm_kind == "layer":
-            keys = rms_normalise(keys) * self.key_norm_weight
-        keys = split_heads(keys, self.shape.kv_heads)
+    def keys_and_values(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return position-free keys and values, each [1, kv_heads, tokens, dim], of outputs as `after` gives them."""
+        sides = outputs if len(outputs) == 2 else self._split(outputs[0])
+        return self.finish(*(self._by_head(side) for side in sides))
+
+    def _split(self, y: Tensor) -> Sequence[Tensor]:
+        return y.split((self.shape.key_width, self.shape.value_width), dim=-1)
+
+    def _by_head(self, y: Tensor) -> Tensor:
+        """View outputs [tokens, width], or [heads, tokens, dim], as [1, heads, tokens, dim]."""
+        return y[None] if y.ndim == 3 else split_heads(y[None], self.shape.kv_heads)
+
+    def finish(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Let the target's own key norm finish the keys; both [1, heads, tokens, dim]."""
+        if self.norm_kind:
+            keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
         if self.norm_kind == "head":
             keys = rms_normalise(keys) * self.key_norm_weight
-        return keys, split_heads(values, self.shape.kv_heads)
+        elif self.norm_kind == "layer":  # one norm over all heads of a token
+            square = keys.square().mean((1, 3), keepdim=True).clamp(min=1e-30)
+            keys = keys / square.sqrt() * self.key_norm_weight.view(1, self.shape.kv_heads, 1, -1)
+        return keys, values
 
 
 def rms_normalise(x: Tensor) -> Tensor:
@@ -122,6 +171,25 @@ class LowRankMap(nn.Module):
         return (x @ self.down) @ self.up
 
 
+class SplitMap(nn.Module):
+    """Keys from the keys of one source layer, values from its values, each across all heads."""
+
+    def __init__(self, inputs: tuple[int, int], outputs: tuple[int, int]) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.key_weight = nn.Parameter(torch.zeros(inputs[0], outputs[0]))
+        self.value_weight = nn.Parameter(torch.zeros(inputs[1], outputs[1]))
+
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Return the weights of keys and of values: [features, columns] each."""
+        return self.key_weight, self.value_weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, inputs] -> [tokens, outputs]."""
+        keys, values = x.split(self.inputs, dim=-1)
+        return torch.cat((keys @ self.key_weight, values @ self.value_weight), dim=-1)
+
+
 class HeadwiseMap(nn.Module):
     """One source head to one target head, keys to keys and values to values; text features reach all.
 
@@ -138,6 +206,10 @@ class HeadwiseMap(nn.Module):
         heads, inputs = key_index.shape
         self.key_weight = nn.Parameter(torch.zeros(heads, inputs, key_dim))
         self.value_weight = nn.Parameter(torch.zeros(heads, value_index.shape[1], value_dim))
+
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Return the weights of keys and of values: [heads, features of a head, columns] each."""
+        return self.key_weight, self.value_weight
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, inputs] -> [tokens, outputs]."""
@@ -159,12 +231,16 @@ class Residual(nn.Module):
         """[tokens, inputs] -> [tokens, outputs]."""
         return self.leave(nn.functional.gelu(self.enter(x)))
 
+    def leaving(self, hidden: Tensor) -> Tensor:
+        """Return what `forward` does, from the hidden columns before their non-linearity, multiplying in their dtype."""
+        return nn.functional.gelu(hidden) @ self.leave.weight.T.to(hidden.dtype)
+
 
 def make_map(config: TranslatorConfig, layer: int) -> nn.Module:
     """Build the map of one target layer as its kind asks."""
     shape, width = config.target.layers[layer], config.feature_width(layer)
-    if config.map_kind == "lowrank":
-        return LowRankMap(width, shape.width, min(config.rank, width, shape.width))
+    if rank := config.rank_of(layer):
+        return LowRankMap(width, shape.width, rank)
     if config.map_kind == "headwise":
         key_index, value_index = headwise_columns(config, layer)
         return HeadwiseMap(key_index, value_index, shape.key_dim, shape.value_dim)
@@ -193,9 +269,14 @@ def headwise_columns(config: TranslatorConfig, layer: int) -> tuple[Tensor, Tens
     return torch.tensor([columns(h, False) for h in heads]), torch.tensor([columns(h, True) for h in heads])
 
 
+def paired_head(source: LayerGeometry, head: int, heads: int) -> int:
+    """Return the source head that belongs to target head `head` of `heads`."""
+    return head * source.kv_heads // heads
+
+
 def head_columns(source: LayerGeometry, head: int, heads: int, values: bool) -> range:
     """Return the columns of the source head that belongs to target head `head` of `heads`."""
-    paired = head * source.kv_heads // heads
+    paired = paired_head(source, head, heads)
     dim = source.value_dim if values else source.key_dim
     first = (source.key_width if values else 0) + paired * dim
     return range(first, first + dim)

@@ -132,6 +132,7 @@ class MlxTranslator:
 
     def __init__(self, translator: Translator, target: MlxModel) -> None:
         config = self.config = translator.config
+        self.text_basis = None if translator.text_basis is None else array(translator.text_basis)
         self.maps: dict[int, MlxMap] = {}
         for layer, layer_map in translator.maps.items():
             assert isinstance(layer_map, LayerMap)
@@ -178,7 +179,8 @@ class MlxTranslator:
         if kind == "embedding":
             places = np.maximum(np.arange(start + at, start + len(alignment)) - int(numbers[0]), 0)
             distinct, index = np.unique(np.asarray(ids)[places], return_inverse=True)
-            return Block(target.embed(distinct.tolist()), mx.array(index.reshape(-1)))
+            rows = target.embed(distinct.tolist())
+            return Block(rows if self.text_basis is None else rows @ self.text_basis, mx.array(index.reshape(-1)))
         assert source is not None
         layer, lag = map(int, numbers)
         places = np.maximum(alignment[at:] - lag, source.first[layer]) - source.first[layer]

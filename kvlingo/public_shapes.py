@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlingo.errors import BadInput
@@ -22,7 +21,7 @@ from kvlingo.language_model import LanguageModel
 from kvlingo.models import chosen_device, chosen_dtype, quiet_loading, wrap
 from kvlingo.outline import Outline, outline
 from kvlingo.shapes import FitOptions, base_config
-from kvlingo.translator import LayerMap, Translator, TranslatorConfig
+from kvlingo.translator import LayerMap, SplitMap, Translator, TranslatorConfig
 
 ShapeMap = Literal["layer", "low-rank", "head-wise", "full"]
 SHAPE_MAPS: tuple[ShapeMap, ...] = get_args(ShapeMap)
@@ -151,21 +150,6 @@ def random_model(
 
 
 # --- random maps -----------------------------------------------------------------------------------------------------
-
-
-class SplitMap(nn.Module):
-    """Keys from the keys of one source layer, values from its values, each across all heads."""
-
-    def __init__(self, inputs: tuple[int, int], outputs: tuple[int, int]) -> None:
-        super().__init__()
-        self.inputs = inputs
-        self.key_weight = nn.Parameter(torch.zeros(inputs[0], outputs[0]))
-        self.value_weight = nn.Parameter(torch.zeros(inputs[1], outputs[1]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[tokens, inputs] -> [tokens, outputs]."""
-        keys, values = x.split(self.inputs, dim=-1)
-        return torch.cat((keys @ self.key_weight, values @ self.value_weight), dim=-1)
 
 
 @dataclass(frozen=True)

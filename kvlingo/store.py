@@ -47,7 +47,7 @@ from kvlingo.manifest import (
     short,
 )
 from kvlingo.readme import model_card
-from kvlingo.translator import Translator
+from kvlingo.translator import Translator, TranslatorConfig
 
 if TYPE_CHECKING:
     from kvlingo.language_model import LanguageModel
@@ -65,6 +65,7 @@ __all__ = [
 WEIGHTS_FILE = "translator.safetensors"
 CARD_FILE = "README.md"
 ARTIFACT_FILES = (WEIGHTS_FILE, MANIFEST_FILE, CARD_FILE)
+BYTES: dict[StorageType, int] = {"float32": 4, "bfloat16": 2, "int8": 1}
 SCALE_SUFFIX = ".int8_scale"
 UNKNOWN_REPOSITORY = {"RepositoryNotFoundError", "RevisionNotFoundError", "HFValidationError"}
 OUT_OF_REACH = {
@@ -228,6 +229,21 @@ def pack(translator: nn.Module, dtype: StorageType) -> dict[str, Tensor]:
         else:  # nn.Linear keeps [outputs, inputs], our own maps [..., inputs, outputs]
             stored[name], stored[name + SCALE_SUFFIX] = quantise(tensor, inputs=-1 if name in linear else -2)
     return stored
+
+
+def packed_bytes(config: TranslatorConfig, dtype: StorageType) -> int:
+    """Return what the weights of a translator of this shape take when stored, without making it; a file adds a short header."""
+    with torch.device("meta"):
+        translator = Translator(config)
+    linear = {f"{name}.weight" for name, m in translator.named_modules() if isinstance(m, nn.Linear)}
+    total = 0
+    for name, tensor in translator.state_dict().items():
+        is_matrix = tensor.is_floating_point() and tensor.ndim >= 2
+        size = BYTES[dtype] if is_matrix else 4 if tensor.is_floating_point() else tensor.element_size()
+        total += size * tensor.numel()
+        if is_matrix and dtype == "int8":
+            total += 4 * tensor.numel() // tensor.shape[-1 if name in linear else -2]
+    return total
 
 
 def quantise(weight: Tensor, *, inputs: int) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ def embeddings_of(target: LanguageModel, translator: Translator, ids: Tensor) ->
     if not translator.config.reads_text:
         return None
     device, dtype = place_of(translator)
-    return embedded(lambda distinct: target.embed(distinct).to(device, dtype), ids)
+    return embedded(lambda distinct: translator.read_text(target.embed(distinct).to(device, dtype)), ids)
 
 
 def place_of(translator: Translator) -> tuple[torch.device, torch.dtype]:

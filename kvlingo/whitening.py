@@ -5,14 +5,14 @@ Knows maps and the statistics of their features. Without this, small learning ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from kvlingo.ridge import factor
 from kvlingo.stats import GramStats, Moments
-from kvlingo.translator import LayerMap, LinearMap, LowRankMap, Translator
+from kvlingo.translator import LayerMap, LinearMap, LowRankMap, Translator, TranslatorConfig
 
 
 @dataclass
@@ -62,7 +62,7 @@ def coordinates(
     found: list[Coordinate] = []
     for layer, layer_map in translator.maps.items():
         assert isinstance(layer_map, LayerMap)
-        moments = stats.moments(translator.config.blocks(int(layer)), f"target/{layer}")
+        moments = map_moments(translator, stats, int(layer))
         scale = output_scale(layer_map, moments)
         whitened = [p for p in (layer_map.linear,) if isinstance(p, LinearMap | LowRankMap)]
         left = None
@@ -84,6 +84,43 @@ def coordinates(
                 )
             )
     return found
+
+
+def map_moments(translator: Translator, stats: GramStats, layer: int) -> Moments:
+    """Return the second moments of one layer's features, as its map reads them, and of its outputs."""
+    config = translator.config
+    moments = stats.moments(config.blocks(layer), f"target/{layer}")
+    if translator.text_basis is None:
+        return moments
+    return reduced(moments, config, layer, translator.text_basis.detach().to(moments.gram))
+
+
+def reduced(moments: Moments, config: TranslatorConfig, layer: int, basis: Tensor) -> Moments:
+    """Return moments of whole embeddings as those of what a basis [hidden, features] leaves of them, standardised anew."""
+
+    def through(x: Tensor) -> Tensor:
+        return text_through(x, config, layer, basis)
+
+    raw = moments.gram * torch.outer(moments.feature_scale, moments.feature_scale)
+    gram = through(through(raw).T)
+    scale = gram.diagonal().clamp(min=0).sqrt()
+    scale = torch.where(scale > 1e-12 * scale.max().clamp(min=1e-300), scale, torch.ones_like(scale))
+    cross = through(moments.cross * moments.feature_scale[:, None])
+    return replace(
+        moments,
+        gram=gram / torch.outer(scale, scale),
+        cross=cross / scale[:, None],
+        feature_mean=through(moments.feature_mean[:, None])[:, 0],
+        feature_scale=scale,
+    )
+
+
+def text_through(x: Tensor, config: TranslatorConfig, layer: int, basis: Tensor) -> Tensor:
+    """Multiply the rows of x [features, columns] that are a token's embedding, lag by lag, with basis.T; keep the others."""
+    hidden = basis.shape[0]
+    text = hidden * len(config.embedding_lags)
+    kept, rest = x[: len(x) - text], x[len(x) - text :]
+    return torch.cat((kept, *(basis.T @ part for part in rest.split(hidden)))) if text else x
 
 
 def output_scale(layer_map: LayerMap, moments: Moments) -> Tensor:

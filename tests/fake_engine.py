@@ -47,12 +47,16 @@ class FakeEngine:
     cancelled: int = 0
     running: int = 0
     drained: bool = False
+    gone: Sequence[str] = ()
 
     def models(self) -> Sequence[ModelInfo]:
         return [ModelInfo("small", 512, 1_700_000_000, True), ModelInfo("org/big", None, 1_700_000_001, False)]
 
     def stats(self) -> Mapping[str, float]:
         return {"cache_bytes": 123.0, "queue_length": float(self.running)}
+
+    async def away(self) -> Sequence[str]:
+        return self.gone
 
     async def drain(self, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s

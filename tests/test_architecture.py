@@ -16,25 +16,27 @@ PACKAGE = REPO / "kvlingo"
 ORDER = re.findall(
     r"\w+",
     """
-    errors files processes gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck
+    errors steps files processes gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck
     fingerprints language_model models outline batches anchors recompute pairing plan cost forecast traffic
     texts stats ridge features maps folding translator corpus metrics predictions trust confidence signs handoff generation
     mlx_library mlx_rotation mlx_models mlx_caches mlx_maps mlx timing calibration arms
-    shapes public_shapes collecting judging fitting whitening objective distillation environment report evaluation quantised
-    frontier reliability drift questions manifest readme store workplace assets plots progress facts jobs trials benchmark
-    mlx_bench mapper_files interchange sheets demo commands cli
+    shapes public_shapes rehearsal collecting judging sensitivity fitting whitening compression objective distillation environment
+    report evaluation quantised frontier reliability drift questions contexts prompts
+    manifest readme store workplace assets plots progress facts jobs compacting trials benchmark
+    harness_arms harness_model harness recipes mlx_bench mapper_files interchange sheets demo commands cli
     """,
 )
 
 # The same for the commands, `kvlingo/commands/`.
-COMMAND_ORDER = re.findall(r"\w+", "console options learning using exchanging serving timing routers")
+COMMAND_ORDER = re.findall(r"\w+", "console options learning recipes using exchanging serving timing routers")
 
 # The same for the gateway, `kvlingo/serve/`, which may import all of the package but the command line.
 SERVE_ORDER = re.findall(
     r"\w+",
     """
     protocol settings keys sessions freezing disk shelf forms sampling duet decoding healing switching ahead relay engine routing
-    loading calibrating schema calls replies answering metrics tracing doors speaking gateway external vllm
+    upstream ledger passing remote loading calibrating schema calls replies answering metrics tracing doors speaking gateway
+    external vllm
     """,
 )
 
@@ -47,7 +49,8 @@ ROUTING_ORDER = re.findall(
 EXTERNAL_ORDER = re.findall(
     r"\w+",
     """
-    refusals versions threads options entries stores matching carrying scheduling working headers twins servers checking
+    refusals versions threads options entries stores redis_store mooncake_store opening
+    matching carrying scheduling working telling headers twins servers checking
     """,
 )
 
@@ -60,8 +63,18 @@ MAY_IMPORT_FASTAPI = {"gateway"}
 # scikit-learn fits a router here; serving one needs no part of it.
 MAY_IMPORT_SKLEARN = {"learning"}
 
+# lm-eval's model type is made of its classes: registered by name, so that nothing imports it.
+MAY_IMPORT_LM_EVAL = {"harness_model", "harness"}
+
 # These are extras too.
-EXTRAS = {"llguidance": "forms", "opentelemetry": "tracing", "mlx": "mlx_library", "mlx_lm": "mlx_library"}
+EXTRAS = {
+    "llguidance": "forms",
+    "opentelemetry": "tracing",
+    "mlx": "mlx_library",
+    "mlx_lm": "mlx_library",
+    "redis": "redis_store",
+    "mooncake": "mooncake_store",
+}
 
 # Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen
 # through these. The last one makes models from configs, with random weights, to be timed.
@@ -212,6 +225,15 @@ def test_vllm_sits_in_one_module_that_nothing_imports(source: Path) -> None:
     names = imported(ast.walk(tree_of(source)))
     assert "kvlingo.serve.vllm" not in names
     assert "vllm" not in {name.split(".")[0] for name in names} or source.stem in MAY_IMPORT_VLLM
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_lm_eval_sits_in_two_modules(source: Path) -> None:
+    names = imported(ast.walk(tree_of(source)))
+    assert "kvlingo.harness_model" not in names
+    assert "lm_eval" not in {name.split(".")[0] for name in names} or source.stem in MAY_IMPORT_LM_EVAL
+    at_top = {name.split(".")[0] for name in imported(iter(tree_of(source).body))}
+    assert "lm_eval" not in at_top or source.stem == "harness_model"
 
 
 def test_the_order_is_seen_to_be_broken() -> None:

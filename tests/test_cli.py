@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import T5Config
 
-from kvlingo import cli
+from kvlingo import cli, compacting
 from kvlingo.language_model import LanguageModel
-from kvlingo.store import load_translator
+from kvlingo.sensitivity import SensitivityOptions
+from kvlingo.store import load_translator, read_manifest
 from kvlingo.workplace import TextsSeen, digest, fair_to_judge_on
 from tests import tiny
 
@@ -179,6 +180,115 @@ def test_distil_keeps_the_ridge_and_the_curve(fitted: Path, tmp_path: Path, run:
 
 def copy_texts(fitted: Path) -> Path:
     return fitted.parent / "texts"
+
+
+def bytes_of(folder: Path) -> int:
+    return (folder / "translator.safetensors").stat().st_size
+
+
+def test_compress_makes_a_smaller_translator_that_is_judged_and_distilled_anew(
+    fitted: Path, tmp_path: Path, run: Run
+) -> None:
+    out = tmp_path / "small"
+    whole = copy_of(fitted, tmp_path)
+    before = {name: (whole / name).read_bytes() for name in ARTIFACT}
+    flags = ["--budget-mb", "0.02", "--store", "int8", "--text", copy_texts(fitted), "--json"]
+    ran = run("compress", whole, "--out", out, *flags)
+    told = last_json(ran)
+    assert ran.code == 0, ran.err
+    assert told["num_bytes"] == bytes_of(out) < 0.5 * bytes_of(whole)
+    assert told["storage"] == "int8"
+    assert "nothing is known of its quality yet" in ran.out
+    assert {name: (whole / name).read_bytes() for name in ARTIFACT} == before, "the whole one is kept as it is"
+    facts = last_json(run("info", out, "--json"))
+    assert facts["held_out"] is None, "what was found of the whole one is not claimed for this one"
+    assert facts["options"]["compress"]["whole"] == last_json(run("info", whole, "--json"))["weights"]
+    shown = run("info", out).out
+    assert "compressed: " in shown
+    assert "of the outputs' variance is lost" in shown
+    assert f"{bytes_of(out) / 1e6:.1f} MB as int8" in shown
+    assert "not judged yet" in shown
+    texts = copy_texts(fitted)
+    judged = run("eval", out, "--text", texts, *SMALL_EVAL, "--json")
+    assert "translated" in last_json(judged)["arms"]
+    trained = run("distill", out, "--text", texts, "--steps", "2", *SMALL_TRAINING)
+    assert trained.code == 0, trained.err
+    assert "reading 40000 tokens" not in trained.err, "the statistics came along"
+    assert load_translator(out)[0].config.ranks == load_translator(out / "ridge")[0].config.ranks
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "give one of --budget-mb, --flops and --rank"),
+        (["--rank", "4", "--flops", "0.5"], "give one of --budget-mb, --flops and --rank"),
+        (["--budget-mb", "0.001"], "too small for 3 layers: one dim a layer takes"),
+    ],
+)
+def test_compress_refuses(fitted: Path, tmp_path: Path, run: Run, flags: list[str], words: str) -> None:
+    assert_refused(run("compress", fitted, "--out", tmp_path / "small", *flags), words)
+    assert not (tmp_path / "small").exists()
+
+
+def test_compress_refuses_what_it_can_not_read(fitted: Path, tmp_path: Path, run: Run) -> None:
+    small = tmp_path / "small"
+    assert_refused(run("compress", fitted, "--out", fitted, "--rank", "4"), "is the translator itself")
+    assert_refused(run("compress", tmp_path / "none", "--out", small, "--rank", "4"), "there is no folder")
+    assert run("compress", fitted, "--out", small, "--rank", "4", "--weigh", "deviation").code == 0
+    assert_refused(run("compress", fitted, "--out", small, "--rank", "4"), "already holds a translator")
+
+
+def test_compress_reads_text_anew_where_statistics_are_gone(
+    fitted: Path, pair: SimpleNamespace, tmp_path: Path, run: Run
+) -> None:
+    bare = copy_of(fitted, tmp_path)
+    for file in (bare / "work").glob("stats-*"):
+        file.unlink()
+    flags = ["--rank", "4", "--text", pair.texts, "--weigh", "deviation"]
+    ran = run("compress", bare, "--out", tmp_path / "small", *flags)
+    assert ran.code == 0, ran.err
+    assert "reading" in ran.err
+    assert bytes_of(tmp_path / "small") < bytes_of(bare)
+
+
+def test_what_the_target_minds_is_measured_once(
+    fitted: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, texts = copy_of(fitted, tmp_path), copy_texts(fitted)
+    monkeypatch.setattr(compacting, "options_for", lambda _: SensitivityOptions(2, (32,), 12))
+    ran = run("compress", whole, "--out", tmp_path / "one", "--rank", "4", "--text", texts, "--json")
+    assert ran.code == 0, ran.err
+    first = last_json(ran)
+    assert first["weigh"] == "sensitivity"
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("models are not needed again")
+
+    monkeypatch.setattr(compacting, "load_pair", never)
+    again = last_json(run("compress", whole, "--out", tmp_path / "two", "--rank", "4", "--json"))
+    assert again["layers"] == first["layers"]
+    alike = last_json(
+        run("compress", whole, "--out", tmp_path / "three", "--rank", "4", "--weigh", "deviation", "--json")
+    )
+    assert alike["lost_share"] < first["lost_share"], "what is weighed alike loses least where all is counted alike"
+    monkeypatch.setattr(compacting, "options_for", lambda _: SensitivityOptions(3, (32,), 12))
+    manifest = read_manifest(whole)
+    assert compacting.saved_sensitivity(whole, manifest) is None, "of other options it is no good"
+
+
+def test_a_fit_keeps_a_budget(pair: SimpleNamespace, tmp_path: Path, run: Run) -> None:
+    small = tmp_path / "small"
+    begin = ["fit", pair.source, pair.target, "--text", pair.texts, *SMALL_FIT]
+    ran = run(*begin, "--out", small, "--budget-mb", "0.03", "--store", "bfloat16", "--json")
+    assert ran.code == 0, ran.err
+    assert last_json(ran)["num_bytes"] == bytes_of(small)
+    assert bytes_of(small) < 30_000 + 3_000, "a header comes on top"
+    assert load_translator(small)[0].config.ranks
+    assert last_json(ran)["held_out"]["kl_nats"] > 0
+    none = tmp_path / "none"
+    assert_refused(run(*begin, "--out", none, "--budget-mb", "0.001"), "too small for 3 layers")
+    assert_refused(run(*begin, "--out", none, "--budget-mb", "1", "--map", "headwise"), "no matrix to factor")
+    assert not none.exists()
 
 
 def test_distil_without_statistics_reads_text_anew(fitted: Path, tmp_path: Path, run: Run, monkeypatch: Any) -> None:

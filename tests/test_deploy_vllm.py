@@ -1,4 +1,4 @@
-"""Two vLLM servers, a shared store and a router: what Kubernetes, compose or the connector would refuse is refused here.
+"""Two vLLM servers, a shared store and the gateway: what Kubernetes, compose or the connector would refuse is refused here.
 
 No cluster and no GPU has run these files: what is checked is that they keep to the schema and fit together.
 """
@@ -16,10 +16,14 @@ from typing import Any
 import pytest
 import yaml
 
+from kvlingo.serve.external.redis_store import PASSWORD, read_address
+from kvlingo.serve.external.servers import MIDDLEWARE
+from kvlingo.serve.settings import read_settings
 from tests.test_deploy import REPO, Object, faults, instructions, num_bytes, with_value, without
 
 FOLDER = REPO / "deploy" / "vllm"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
+SECRET = yaml.safe_load((REPO / "deploy" / "secret.example.yaml").read_text(encoding="utf-8"))
 ENGINES = {"small": "vllm-small", "big": "vllm-big"}
 
 
@@ -51,8 +55,8 @@ def compose() -> Object:
 
 
 def flags(words: list[str]) -> dict[str, str]:
-    """Return --NAME=VALUE words as a dict; any other word is a mistake here."""
-    pairs = [re.fullmatch(r"--([a-z-]+)=(.*)", word, re.DOTALL) for word in words]
+    """Return --NAME=VALUE words as a dict; any other word but a first `serve` is a mistake here."""
+    pairs = [re.fullmatch(r"--([a-z-]+)=(.*)", word, re.DOTALL) for word in words[words[:1] == ["serve"] :]]
     assert all(pairs), words
     return {pair[1]: pair[2] for pair in pairs if pair}
 
@@ -124,6 +128,7 @@ def test_the_connector_is_asked_for_as_it_wants() -> None:
         assert told["kv_role"] == roles[name]
         assert told["kv_load_failure_policy"] == "recompute"  # vLLM's default ends the request
         assert flags(words)["served-model-name"] == name
+        assert flags(words)["middleware"] == MIDDLEWARE  # else the gateway is not told what came of a hand-over
 
 
 def test_the_connector_knows_its_options() -> None:
@@ -159,15 +164,22 @@ def test_what_is_written_is_mounted() -> None:
         assert {Path("/tmp"), Path("/dev/shm")} <= set(mounts)
 
 
-def test_the_router_leads_to_the_engines() -> None:
-    for words, hosts in (
-        (container("gateway")["args"], ENGINES),
-        (compose()["services"]["gateway"]["command"], {name: name for name in ENGINES}),
+def test_the_gateway_leads_to_the_engines_and_asks_for_keys() -> None:
+    mounts = {mount["name"]: mount["mountPath"] for mount in container("gateway")["volumeMounts"]}
+    mounted = [volume.split(":")[1] for volume in compose()["services"]["gateway"]["volumes"]]
+    for words, hosts, keys in (
+        (container("gateway")["args"], ENGINES.values(), f"{mounts['keys']}/keys"),
+        (compose()["services"]["gateway"]["command"], ENGINES, mounted[0]),
     ):
-        told = flags(words)
-        assert told["service-discovery"] == "static"
-        models, backends = told["static-models"].split(","), told["static-backends"].split(",")
-        assert dict(zip(models, backends, strict=True)) == {name: f"http://{host}:8000" for name, host in hosts.items()}
+        assert words[0] == "serve"
+        settings, _ = read_settings(flags(words), {})
+        assert settings.engine_urls == tuple(f"http://{host}:8000" for host in hosts)
+        assert (settings.host, settings.keys) == ("0.0.0.0", Path(keys))
+    volumes = {volume["name"]: volume for volume in pod("gateway")["volumes"]}
+    assert set(volumes) == set(mounts)
+    assert volumes["keys"]["secret"]["secretName"] == SECRET["metadata"]["name"]
+    assert "keys" in SECRET["stringData"]
+    assert Path(mounts["cache"]) == Path("/cache")  # where the image writes
     for name, words in all_engines():
         assert flags(words)["port"] == "8000", name
 
@@ -181,9 +193,10 @@ def test_services_and_probes_lead_to_the_pods(name: str) -> None:
     assert port["containerPort"] == int(flags(container(name)["args"])["port"])
     assert service["ports"][0]["targetPort"] == port["name"]
     probes = [container(name)[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
-    assert all(probe == {"path": "/health", "port": port["name"]} for probe in probes)
+    paths = ["/readyz", "/readyz", "/healthz"] if name == "gateway" else ["/health"] * 3
+    assert probes == [{"path": path, "port": port["name"]} for path in paths]
     if name != "gateway":
-        assert service["ports"][0]["port"] == 8000  # where the router looks
+        assert service["ports"][0]["port"] == 8000  # where the gateway looks
 
 
 # --- compose ---------------------------------------------------------------------------------------------------------
@@ -223,12 +236,104 @@ def test_compose_mounts_what_it_names_and_listens_on_loopback() -> None:
     assert devices == [["0"], ["1"]]
 
 
+# --- with Redis ------------------------------------------------------------------------------------------------------
+
+
+def with_redis() -> list[Object]:
+    """Return what `kubectl apply -k` makes: lists of words are replaced, containers and variables go by their names."""
+    told = yaml.safe_load((FOLDER / "kustomization.yaml").read_text(encoding="utf-8"))
+    found = [x for file in told["resources"] for x in yaml.safe_load_all((FOLDER / file).read_text(encoding="utf-8"))]
+    for patch in (yaml.safe_load(one["patch"]) for one in told["patches"]):
+        (new,) = patch["spec"]["template"]["spec"]["containers"]
+        old = container(patch["metadata"]["name"], found)
+        assert new.pop("name") == old["name"]
+        assert set(new) <= {"args", "env"}
+        old["args"] = new["args"]
+        old["env"] = [*old.get("env", ()), *new["env"]]
+    return found
+
+
+def redis_compose() -> Object:
+    whole = yaml.safe_load((FOLDER / "compose.redis.yaml").read_text(encoding="utf-8"))
+    assert isinstance(whole, dict)
+    return whole
+
+
+def engines_with_redis() -> list[tuple[str, list[str], list[str]]]:
+    """Return each engine's words, without Redis and with it."""
+    found, services, base = with_redis(), redis_compose()["services"], compose()["services"]
+    return [
+        *((name, container(to)["args"], container(to, found)["args"]) for name, to in ENGINES.items()),
+        *((name, base[name]["command"], services[name]["command"]) for name in ENGINES),
+    ]
+
+
+def test_with_redis_only_the_store_is_another() -> None:
+    for _, before, after in engines_with_redis():
+        told, new = transfer(before), transfer(after)
+        address = read_address(new["kv_connector_extra_config"].pop("store"))
+        assert (address.host, address.port) in (("kvlingo-redis", 6379), ("redis", 6379))
+        assert told["kv_connector_extra_config"].pop("store") == "/store/caches"
+        assert new == told
+        assert {**flags(after), "kv-transfer-config": ""} == {**flags(before), "kv-transfer-config": ""}
+
+
+def test_with_redis_the_manifests_keep_to_the_schema_and_lead_to_it() -> None:
+    found = with_redis()
+    assert [fault for one in found for fault in faults(one)] == []
+    server, service = container("kvlingo-redis", found), named("Service", "kvlingo-redis", found)["spec"]
+    assert service["ports"][0]["port"] == 6379
+    assert service["ports"][0]["targetPort"] == server["ports"][0]["name"]
+    assert server["ports"][0]["containerPort"] == int(server["args"][server["args"].index("--port") + 1])
+    assert service["selector"] == named("Deployment", "kvlingo-redis", found)["spec"]["template"]["metadata"]["labels"]
+
+
+def test_the_schema_sees_a_server_that_is_wrong() -> None:
+    for harm in (
+        without("readinessProbe", "tcpSocket"),
+        with_value({"path": "/", "port": "redis"}, "readinessProbe", "httpGet"),
+        with_value([{"name": "A"}], "env"),
+        with_value([{"name": "A", "value": "b", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}], "env"),
+    ):
+        found = with_redis()
+        harm(container("kvlingo-redis", found))
+        assert faults(named("Deployment", "kvlingo-redis", found))
+
+
+def test_the_password_is_the_same_on_both_sides_and_in_no_argument() -> None:
+    found = with_redis()
+    secret = named("Secret", "kvlingo-redis", found)["stringData"]
+    assert secret["redis.conf"].split() == ["requirepass", secret["password"]]
+    for deployed in ENGINES.values():
+        (variable,) = container(deployed, found)["env"]
+        assert variable["name"] == PASSWORD
+        assert variable["valueFrom"]["secretKeyRef"] == {"name": "kvlingo-redis", "key": "password"}
+    whole = redis_compose()
+    wanted = f"${{{PASSWORD}:?give the password of the store}}"
+    assert whole["configs"]["redis"]["content"].split(maxsplit=1) == ["requirepass", wanted + "\n"]
+    for name in ENGINES:
+        assert whole["services"][name]["environment"] == {PASSWORD: wanted}
+    assert not [one for _, _, words in engines_with_redis() for one in words if secret["password"] in one]
+
+
+def test_redis_has_room_for_what_the_engines_keep_and_writes_no_file() -> None:
+    server = container("kvlingo-redis", with_redis())
+    for words in (server["args"], redis_compose()["services"]["redis"]["command"]):
+        told = {word: words[place + 1] for place, word in enumerate(words) if word.startswith("--")}
+        most = int(told["--maxmemory"].removesuffix("gb")) * 2**30
+        assert (told["--save"], told["--appendonly"], told["--maxmemory-policy"]) == ("", "no", "volatile-ttl")
+        assert all(
+            transfer(after)["kv_connector_extra_config"]["max_bytes"] < most for _, _, after in engines_with_redis()
+        )
+        assert most < num_bytes(server["resources"]["limits"]["memory"])
+
+
 # --- the image -------------------------------------------------------------------------------------------------------
 
 
 def test_the_image_has_the_version_of_vllm_that_is_supported() -> None:
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (wanted,) = project["optional-dependencies"]["vllm"]
+    (wanted,) = [x for x in project["optional-dependencies"]["vllm"] if x.startswith("vllm")]
     (base,) = [value for name, value in instructions(DOCKERFILE) if name == "FROM"]
     assert base.split(":v")[1].startswith(wanted.split("==")[1].removesuffix("*"))
 

@@ -23,15 +23,27 @@ from kvlingo.manifest import plain
 from kvlingo.models import load_model
 from kvlingo.plan import SpanKind
 from kvlingo.serve.external import checking, entries, twins, versions
-from kvlingo.serve.external.carrying import Carry, Target, fetch, head_range, lifted, placed, side_of, translate
+from kvlingo.serve.external.carrying import (
+    Carry,
+    Target,
+    fetch,
+    head_range,
+    lifted,
+    map_anew,
+    placed,
+    side_of,
+    translate,
+)
 from kvlingo.serve.external.entries import Entry, checked_id, merge, new_id, tenant_of
 from kvlingo.serve.external.matching import Link, Match, Matcher, by_tokens, plan_match, read_link, read_wish
+from kvlingo.serve.external.opening import open_store
 from kvlingo.serve.external.options import Options, read_options
 from kvlingo.serve.external.refusals import Refused
-from kvlingo.serve.external.scheduling import Arrival, Desk, Load, Orders, Save
-from kvlingo.serve.external.stores import FolderStore, open_store
+from kvlingo.serve.external.scheduling import NO_BLOCK, Arrival, Desk, Load, Orders, Save
+from kvlingo.serve.external.stores import FolderStore, Store
 from kvlingo.serve.external.threads import Threads
 from kvlingo.serve.external.working import Layers, Told, Worker
+from tests.store_servers import RedisServer, no_redis, rewrite
 
 TOKENS = 60
 BLOCK = 16
@@ -67,9 +79,9 @@ def prompt(tokens: int = TOKENS, seed: int = 0) -> tuple[int, ...]:
     return (0, *torch.randint(2, 250, (tokens - 1,), generator=generator).tolist())
 
 
-def options_of(made: Path, store: Path, **changes: Any) -> Options:
+def options_of(made: Path, **changes: Any) -> Options:
     usual = {"lookup_seconds": 0.3, "load_seconds": 5.0, "translators": (str(made / "translator"),)}
-    return Options(**{"store": str(store), **usual, **changes})
+    return Options(**{"store": "x", **usual, **changes})
 
 
 class MemoryPages:
@@ -83,15 +95,20 @@ class MemoryPages:
         self.hold, self.broken = threading.Event(), False
         self.hold.set()
 
-    def write(self, layers: Iterable[tuple[Tensor, Tensor]], blocks: Sequence[int], start: int) -> None:
+    def first_held(self, blocks: Sequence[Sequence[int]]) -> list[int]:
+        missing = [sum(block == NO_BLOCK for block in row) * BLOCK for row in blocks]
+        return [missing[min(layer, len(blocks) - 1)] for layer in range(len(self.layers))]
+
+    def write(self, layers: Iterable[tuple[Tensor, Tensor]], blocks: Sequence[Sequence[int]], stop: int) -> None:
         self.hold.wait(10)
         if self.broken:
             raise RuntimeError("the kernel says no")
-        for mine, pair in zip(self.layers, layers, strict=True):
+        for layer, (mine, pair) in enumerate(zip(self.layers, layers, strict=True)):
+            own = blocks[min(layer, len(blocks) - 1)]
             for cache, new in zip(mine, pair, strict=True):
-                for i, row in enumerate(new):
-                    place = start + i
-                    cache[blocks[place // BLOCK], place % BLOCK] = row
+                for place, row in enumerate(new, stop - len(new)):
+                    assert own[place // BLOCK] != NO_BLOCK
+                    cache[own[place // BLOCK], place % BLOCK] = row
 
     def read(self, blocks: Sequence[int], tokens: int) -> Layers:
         return [tuple(x[list(blocks)].flatten(0, 1)[:tokens].clone() for x in pair) for pair in self.layers]  # type: ignore[misc]
@@ -101,7 +118,7 @@ def fill(pages: MemoryPages, lm: LanguageModel, ids: Sequence[int], blocks: Sequ
     """Let a model's own keys and values be in the blocks, as an engine would have them."""
     kv = read(lm, lm.ids(ids))
     heads = [slice(0, s.kv_heads) for s in lm.geometry.layers]
-    pages.write(placed(kv, lm.rotary, 0, heads), blocks, 0)
+    pages.write(placed(kv, lm.rotary, 0, heads), [blocks], kv.tokens)
     return kv
 
 
@@ -116,12 +133,12 @@ def wait_for(worker: Worker, want: str, seconds: float = 20) -> Told:
     raise AssertionError(f"nothing was {want}")
 
 
-def keep(store: FolderStore, source: LanguageModel, ids: Sequence[int], **changes: Any) -> str:
+def keep(store: Store, source: LanguageModel, ids: Sequence[int], **changes: Any) -> str:
     """Keep a cache as a producing engine does, and return its id."""
     pages, key = MemoryPages(source), new_id()
     blocks = tuple(range(3, 3 + len(ids) // BLOCK + 1))
     fill(pages, source, ids, blocks)
-    options = Options(store=str(store.folder), expires_seconds=changes.pop("expires_seconds", 60.0))
+    options = Options(store="x", expires_seconds=changes.pop("expires_seconds", 60.0))
     worker = Worker(store, options, pages, None, side_of(source))
     save = Save("r", key, tuple(ids), blocks, changes.pop("tenant", ""), None, 0)
     worker.start(Orders(saves=[replace(save, **changes)]))
@@ -133,14 +150,31 @@ def keep(store: FolderStore, source: LanguageModel, ids: Sequence[int], **change
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> FolderStore:
+def folder_store(tmp_path: Path) -> FolderStore:
     return FolderStore(tmp_path / "store", 1 << 26)
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    if reason := no_redis():
+        pytest.skip(reason)
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=["folder", "redis"])
+def store(request: pytest.FixtureRequest) -> Store:
+    """Most of what is tested here holds whichever store it is; what each does alone is in `test_external_stores`."""
+    if request.param == "folder":
+        found: Store = request.getfixturevalue("folder_store")
+        return found
+    return open_store(request.getfixturevalue("redis_server").url, 1 << 26)
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_kept_is_the_source_s_own_position_free_cache(store: FolderStore, source: LanguageModel) -> None:
+def test_what_is_kept_is_the_source_s_own_position_free_cache(store: Store, source: LanguageModel) -> None:
     ids = prompt()
     entry, kv = fetch(store, keep(store, source, ids), "")
     own = read(source, source.ids(ids))
@@ -151,36 +185,33 @@ def test_what_is_kept_is_the_source_s_own_position_free_cache(store: FolderStore
         torch.testing.assert_close(kv.values[layer], own.values[layer], atol=0, rtol=0)
 
 
-def test_every_flipped_byte_is_seen(store: FolderStore, source: LanguageModel) -> None:
+def test_every_flipped_byte_is_seen(store: Store, source: LanguageModel) -> None:
     """Of the manifest each one; of the data a thousand, at both ends and between."""
     key = keep(store, source, prompt(20))
-    for kind, count in (("json", 10**6), ("safetensors", 1000)):
-        file = store.folder / f"{key}.0.{kind}"
-        whole = file.read_bytes()
+    step = 1 if isinstance(store, FolderStore) else 16  # the checks are the same, the way there is longer
+    for kind, count, whole in (("manifest", 10**6, store.manifests(key)[0]), ("data", 1000, store.data(key, 0))):
         places = range(len(whole)) if len(whole) <= count else [*range(200), *range(0, len(whole), len(whole) // 800)]
-        for place in places:
-            file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        for place in places[::step]:
+            flipped = whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :]
+            rewrite(store, key, kind, lambda _, new=flipped: new)
             with pytest.raises(Refused):
                 fetch(store, key, "")
-        file.write_bytes(whole)
+        rewrite(store, key, kind, lambda _, new=whole: new)
     fetch(store, key, "")
 
 
 @pytest.mark.parametrize("left", [0.0, 0.01, 0.5, 0.99])
-@pytest.mark.parametrize("kind", ["json", "safetensors"])
-def test_a_cut_file_is_seen(store: FolderStore, source: LanguageModel, kind: str, left: float) -> None:
+@pytest.mark.parametrize("kind", ["manifest", "data"])
+def test_a_cut_part_is_seen(store: Store, source: LanguageModel, kind: str, left: float) -> None:
     key = keep(store, source, prompt(20))
-    file = store.folder / f"{key}.0.{kind}"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: int(left * len(whole))])
+    rewrite(store, key, kind, lambda whole: whole[: int(left * len(whole))])
     with pytest.raises(Refused):
         fetch(store, key, "")
 
 
-def test_an_entry_under_another_id_is_refused(store: FolderStore, source: LanguageModel) -> None:
+def test_an_entry_under_another_id_is_refused(store: Store, source: LanguageModel) -> None:
     key, other = keep(store, source, prompt(20)), new_id()
-    for kind in ("json", "safetensors"):
-        (store.folder / f"{key}.0.{kind}").rename(store.folder / f"{other}.0.{kind}")
+    store.put(other, 0, store.manifests(key)[0], store.data(key, 0), time.time() + 60)
     with pytest.raises(Refused, match="damaged"):
         fetch(store, other, "")
 
@@ -229,8 +260,9 @@ def test_the_heads_of_all_ranks_are_put_together(source: LanguageModel, heads: i
 # --- where it is kept ------------------------------------------------------------------------------------------------
 
 
-def test_an_entry_is_there_whole_or_not_at_all(store: FolderStore) -> None:
+def test_an_entry_is_there_whole_or_not_at_all(folder_store: FolderStore) -> None:
     """The data is written first; until the manifest is there, nothing is."""
+    store = folder_store
     key, seen = new_id(), []
     (store.folder / f"{key}.0.safetensors").write_bytes(b"x")
     seen.append(store.manifests(key))
@@ -241,7 +273,7 @@ def test_an_entry_is_there_whole_or_not_at_all(store: FolderStore) -> None:
     assert not [file for file in store.folder.iterdir() if file.name.endswith(".partial")]
 
 
-def test_what_is_forgotten_is_gone(store: FolderStore) -> None:
+def test_what_is_forgotten_is_gone(store: Store) -> None:
     key = new_id()
     store.put(key, 0, b"what", b"data", time.time() + 60)
     store.delete(key)
@@ -377,8 +409,8 @@ def test_tokens_are_aligned_as_long_as_they_are_the_same() -> None:
     assert by_tokens([1], [2]) == [-1]
 
 
-def matcher_of(made: Path, store: FolderStore, **changes: Any) -> Matcher:
-    options = options_of(made, store.folder, **changes)
+def matcher_of(made: Path, store: Store, **changes: Any) -> Matcher:
+    options = options_of(made, **changes)
     links = [read_link(folder, options) for folder in options.translators]
     return Matcher(store, links, options, str(made / "target"))
 
@@ -389,7 +421,7 @@ def find(matcher: Matcher, key: str, ids: Sequence[int], tenant: str = "") -> Ma
     return matcher.find(wish, ids, tenant, time.monotonic() + 0.2)
 
 
-def test_all_but_sink_and_tail_is_translated(made: Path, store: FolderStore, source: LanguageModel) -> None:
+def test_all_but_sink_and_tail_is_translated(made: Path, store: Store, source: LanguageModel) -> None:
     ids = prompt()
     matcher = matcher_of(made, store)
     match = find(matcher, keep(store, source, ids), ids)
@@ -402,7 +434,7 @@ def test_all_but_sink_and_tail_is_translated(made: Path, store: FolderStore, sou
     assert held.spans[0].provenance == "translated"
 
 
-def test_a_translation_is_not_translated_again(made: Path, store: FolderStore, source: LanguageModel) -> None:
+def test_a_translation_is_not_translated_again(made: Path, store: Store, source: LanguageModel) -> None:
     ids = prompt()
     matcher = matcher_of(made, store, head_tokens=10)
     few = find(matcher, keep(store, source, ids, translated_until=8), ids)
@@ -417,18 +449,19 @@ def test_a_translation_is_not_translated_again(made: Path, store: FolderStore, s
     [({"tenant": tenant_of("x")}, "unknown"), ({"lora": "poet"}, "lora"), ({"expires_seconds": 0.15}, "expired")],
 )
 def test_what_does_not_belong_is_refused(
-    made: Path, store: FolderStore, source: LanguageModel, changes: dict[str, Any], reason: str
+    made: Path, store: Store, source: LanguageModel, changes: dict[str, Any], reason: str
 ) -> None:
     ids = prompt(20)
     key = keep(store, source, ids, **changes)
     time.sleep(changes.get("expires_seconds", 0))
     with pytest.raises(Refused) as refused:
         find(matcher_of(made, store), key, ids)
-    assert refused.value.reason == reason
+    forgets = reason == "expired" and not isinstance(store, FolderStore)  # a server forgets by itself
+    assert refused.value.reason == ("unknown" if forgets else reason)
 
 
 def test_another_tenant_s_cache_and_none_are_told_apart_by_nobody(
-    made: Path, store: FolderStore, source: LanguageModel
+    made: Path, store: Store, source: LanguageModel
 ) -> None:
     matcher, ids = matcher_of(made, store), prompt(20)
     told = []
@@ -439,24 +472,24 @@ def test_another_tenant_s_cache_and_none_are_told_apart_by_nobody(
     assert told[0] == told[1]
 
 
-def test_another_model_s_cache_is_unsupported(made: Path, store: FolderStore, target: LanguageModel) -> None:
+def test_another_model_s_cache_is_unsupported(made: Path, store: Store, target: LanguageModel) -> None:
     with pytest.raises(Refused) as refused:
         find(matcher_of(made, store), keep(store, target, prompt(20)), prompt(20))
     assert refused.value.status == "unsupported"
 
 
-def test_one_that_is_still_being_written_is_waited_for(made: Path, store: FolderStore, source: LanguageModel) -> None:
+def test_one_that_is_still_being_written_is_waited_for(made: Path, store: Store, source: LanguageModel) -> None:
     ids = prompt(20)
     matcher, key = matcher_of(made, store), keep(store, source, ids)
-    file = store.folder / f"{key}.0.json"
-    later = file.rename(store.folder / "later")
-    threading.Timer(0.3, lambda: later.rename(file)).start()
+    manifest, data = store.manifests(key)[0], store.data(key, 0)
+    store.delete(key)
+    threading.Timer(0.3, lambda: store.put(key, 0, manifest, data, time.time() + 60)).start()
     wish = read_wish({"kvlingo": {"load": key}})
     assert wish is not None
     assert matcher.find(wish, ids, "", time.monotonic() + 5).entry.id == key
 
 
-def test_other_ids_of_the_same_text_are_aligned(other_ids: Path, store: FolderStore) -> None:
+def test_other_ids_of_the_same_text_are_aligned(other_ids: Path, store: Store) -> None:
     source = load_model(other_ids / "source", device="cpu")
     target = load_model(other_ids / "target", device="cpu")
     text = "one text, two tokenizers: naïve café"
@@ -474,7 +507,7 @@ def test_other_ids_of_the_same_text_are_aligned(other_ids: Path, store: FolderSt
 
 
 def test_an_unproven_translator_is_not_used_unasked(made: Path, tmp_path: Path) -> None:
-    options = options_of(made, tmp_path)
+    options = options_of(made)
     document = json.loads((made / "translator" / "translator.json").read_text())
     document["manifest"]["held_out"] = None
     document["sha256"] = entries.content_hash(document)
@@ -490,7 +523,7 @@ def test_an_unproven_translator_is_not_used_unasked(made: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize(("mapper", "used"), [("translator", True), ("another", False), (7, False)])
 def test_a_translator_that_was_asked_for_is_used_or_none(
-    made: Path, store: FolderStore, source: LanguageModel, mapper: Any, used: bool
+    made: Path, store: Store, source: LanguageModel, mapper: Any, used: bool
 ) -> None:
     wish = read_wish({"kvlingo": {"load": keep(store, source, prompt()), "mapper": mapper}})
     assert wish is not None
@@ -513,7 +546,7 @@ def carry_of(matcher: Matcher, match: Match, ids: Sequence[int], native: int = 0
 
 @pytest.mark.parametrize("native", [0, 16, 48])
 def test_the_target_s_own_keys_come_out(
-    made: Path, store: FolderStore, source: LanguageModel, target: LanguageModel, native: int
+    made: Path, store: Store, source: LanguageModel, target: LanguageModel, native: int
 ) -> None:
     """Through store, map and rotation: what the engine would have computed, from the first token it does not hold."""
     ids = prompt()
@@ -521,12 +554,31 @@ def test_the_target_s_own_keys_come_out(
     match = find(matcher, keep(store, source, ids), ids)
     side = Target(target, [match.link])
     entry, kv = fetch(store, match.entry.id, "")
-    got = translate(carry_of(matcher, match, ids, native), entry, kv, side)
+    got = translate(carry_of(matcher, match, ids, native), entry, kv, side, [0] * len(target.geometry))
     own = read(target, target.ids(ids)).narrow(native, TOKENS - 1)
     assert got.tokens == TOKENS - 1 - native
     for layer in range(len(own)):
         torch.testing.assert_close(got.keys[layer], own.keys[layer], atol=SAME, rtol=0)
         torch.testing.assert_close(got.values[layer], own.values[layer], atol=SAME, rtol=0)
+
+
+@pytest.mark.parametrize("native", [0, 16])
+def test_what_no_window_holds_is_not_made(
+    made: Path, store: FolderStore, source: LanguageModel, target: LanguageModel, native: int
+) -> None:
+    """Layers for which the engine keeps only the last blocks get those, the others all; both are the target's own."""
+    ids, first = prompt(), [0, 32, 48]
+    matcher = matcher_of(made, store)
+    match = find(matcher, keep(store, source, ids), ids)
+    entry, kv = fetch(store, match.entry.id, "")
+    got = translate(carry_of(matcher, match, ids, native), entry, kv, Target(target, [match.link]), first)
+    own = read(target, target.ids(ids)).narrow(0, TOKENS - 1)
+    assert [got.held(layer) for layer in range(3)] == [TOKENS - 1 - max(native, f) for f in first]
+    heads = [slice(0, s.kv_heads) for s in target.geometry.layers]
+    rows = zip(placed(got, target.rotary, native, heads), placed(own, target.rotary, 0, heads), strict=True)
+    for layer, (mine, whole) in enumerate(rows):
+        for a, b in zip(mine, whole, strict=True):
+            torch.testing.assert_close(a, b[max(native, first[layer]) :], atol=SAME, rtol=0)
 
 
 def test_lifting_undoes_placing(source: LanguageModel) -> None:
@@ -538,7 +590,23 @@ def test_lifting_undoes_placing(source: LanguageModel) -> None:
 
 def test_another_target_is_refused(made: Path, source: LanguageModel, tmp_path: Path) -> None:
     with pytest.raises(IncompatiblePair):
-        Target(source, [read_link(made / "translator", options_of(made, tmp_path))])
+        Target(source, [read_link(made / "translator", options_of(made))])
+
+
+def test_a_checkpoint_is_mapped_and_not_held(made: Path) -> None:
+    """The same weights, from the file; what the file has in another type stays as it was loaded."""
+    lm = load_model(made / "target", device="cpu")
+    own, names = read(lm, lm.ids(prompt())), [name for name, _ in lm.model.named_parameters()]
+    before = {name: weight.data_ptr() for name, weight in lm.model.named_parameters()}
+    size = sum(weight.nbytes for weight in lm.model.parameters())
+    assert map_anew(lm, made / "target") == size
+    assert not {before[name] for name in names} & {weight.data_ptr() for weight in lm.model.parameters()}
+    again = read(lm, lm.ids(prompt()))
+    assert all(torch.equal(a, b) for a, b in zip(own.keys + own.values, again.keys + again.values, strict=True))
+    assert lm.fingerprint == load_model(made / "target", device="cpu").fingerprint
+    other = load_model(made / "target", device="cpu", dtype=torch.bfloat16)
+    assert map_anew(other, made / "target") == 0
+    assert other.dtype == torch.bfloat16
 
 
 # --- a worker --------------------------------------------------------------------------------------------------------
@@ -546,14 +614,14 @@ def test_another_target_is_refused(made: Path, source: LanguageModel, tmp_path: 
 
 @pytest.fixture
 def loading(
-    made: Path, store: FolderStore, source: LanguageModel, target: LanguageModel
+    made: Path, store: Store, source: LanguageModel, target: LanguageModel
 ) -> Iterator[tuple[Worker, MemoryPages, Load, KV]]:
     ids = prompt()
     matcher = matcher_of(made, store)
     match = find(matcher, keep(store, source, ids), ids)
     pages = MemoryPages(target)
     worker = Worker(store, matcher.options, pages, Target(target, [match.link]), None)
-    load = Load("r", carry_of(matcher, match, ids), (7, 2, 9, 4))
+    load = Load("r", carry_of(matcher, match, ids), ((7, 2, 9, 4),))
     yield worker, pages, load, read(target, target.ids(ids))
     pages.hold.set()
 
@@ -564,39 +632,56 @@ def test_a_load_fills_its_slots_and_no_others(loading: tuple[Worker, MemoryPages
     told = wait_for(worker, "received")
     assert told.received == {"r"}
     assert told.failed == {}
-    held = pages.read(load.blocks, TOKENS)
+    held = pages.read(load.blocks[0], TOKENS)
     assert not held[0][0][-1].isfinite().any()  # the last token is the engine's to read
     again = lifted([(k[:-1], v[:-1]) for k, v in held], _rotary(worker))
     torch.testing.assert_close(again.keys, own.narrow(0, TOKENS - 1).keys, atol=SAME, rtol=0)
-    others = [b for b in range(12) if b not in load.blocks]
+    others = [b for b in range(12) if b not in load.blocks[0]]
     assert not pages.layers[0][0][others].isfinite().any()
 
 
+def test_a_load_writes_nothing_where_no_block_is(loading: tuple[Worker, MemoryPages, Load, KV]) -> None:
+    """Three kinds of blocks, as a hybrid cache manager has them; in two of them a window has left first blocks behind."""
+    worker, pages, load, own = loading
+    rows = ((7, 2, 9, 4), (NO_BLOCK, 0, 1, 3), (NO_BLOCK, NO_BLOCK, 5, 6))
+    worker.start(Orders(loads=[replace(load, blocks=rows)]))
+    assert wait_for(worker, "received").failed == {}
+    heads = [slice(0, s.kv_heads) for s in _target(worker).lm.geometry.layers]
+    whole = list(placed(own.narrow(0, TOKENS - 1), _rotary(worker), 0, heads))
+    for layer, row in enumerate(rows):
+        first = row.count(NO_BLOCK) * BLOCK
+        held = pages.layers[layer][0][[b for b in row if b != NO_BLOCK]].flatten(0, 1)[: TOKENS - 1 - first]
+        torch.testing.assert_close(held, whole[layer][0][first:], atol=SAME, rtol=0)
+
+
 def _rotary(worker: Worker) -> Any:
+    return _target(worker).lm.rotary
+
+
+def _target(worker: Worker) -> Target:
     assert worker._target is not None
-    return worker._target.lm.rotary
+    return worker._target
 
 
 @pytest.mark.parametrize("fault", ["deleted", "corrupt", "kernel", "late", "expired"])
 def test_a_load_that_fails_is_told_once(
-    loading: tuple[Worker, MemoryPages, Load, KV], store: FolderStore, fault: str
+    loading: tuple[Worker, MemoryPages, Load, KV], store: Store, fault: str
 ) -> None:
     worker, pages, load, _ = loading
     key = load.carry.key
     if fault == "deleted":
         store.delete(key)
     elif fault == "corrupt":
-        (store.folder / f"{key}.0.safetensors").write_bytes(b"")
+        rewrite(store, key, "data", lambda _: b"")
     elif fault == "kernel":
         pages.broken = True
     elif fault == "late":
         worker._options = replace(worker._options, load_seconds=0.05)
         store.data = lambda *_: time.sleep(0.5) or b""  # type: ignore[method-assign, func-returns-value]
     elif fault == "expired":
-        entry = entries.parse(store.manifests(key)[0], key)
-        store.put(
-            key, 0, entries.describe(replace(entry, expires=time.time() - 1)), store.data(key, 0), time.time() + 60
-        )
+        entry, data = entries.parse(store.manifests(key)[0], key), store.data(key, 0)
+        store.delete(key)
+        store.put(key, 0, entries.describe(replace(entry, expires=time.time() - 1)), data, time.time() + 60)
     worker.start(Orders(loads=[load]))
     told = wait_for(worker, "received")
     expected = {"deleted": "gone", "kernel": "error", "late": "store_slow"}.get(fault, fault)
@@ -620,9 +705,7 @@ def test_a_load_that_is_writing_is_not_given_up(loading: tuple[Worker, MemoryPag
     assert wait_for(worker, "received").failed == {}
 
 
-def test_a_request_that_is_gone_is_not_written_for(
-    loading: tuple[Worker, MemoryPages, Load, KV], store: FolderStore
-) -> None:
+def test_a_request_that_is_gone_is_not_written_for(loading: tuple[Worker, MemoryPages, Load, KV], store: Store) -> None:
     worker, pages, load, _ = loading
     whole = store.data
     store.data = lambda *a: (time.sleep(0.3), whole(*a))[1]  # type: ignore[method-assign]
@@ -633,7 +716,7 @@ def test_a_request_that_is_gone_is_not_written_for(
     assert not pages.layers[0][0].isfinite().any()
 
 
-def test_an_id_that_is_taken_is_not_written_over(store: FolderStore, source: LanguageModel) -> None:
+def test_an_id_that_is_taken_is_not_written_over(store: Store, source: LanguageModel) -> None:
     """A client may choose the id (an answer that is streamed can't tell one); it can't choose one that is there."""
     key = keep(store, source, prompt(20), tenant=tenant_of("alice"))
     before = store.manifests(key), store.data(key, 0)
@@ -645,7 +728,7 @@ def test_an_id_that_is_taken_is_not_written_over(store: FolderStore, source: Lan
     assert (store.manifests(key), store.data(key, 0)) == before
 
 
-def test_a_store_that_hangs_holds_no_blocks(source: LanguageModel, store: FolderStore) -> None:
+def test_a_store_that_hangs_holds_no_blocks(source: LanguageModel, store: Store) -> None:
     """Copies are made at once; what can't be put away in time is not kept, and counted."""
     pages, hang = MemoryPages(source), threading.Event()
     fill(pages, source, prompt(), (0, 1, 2, 3))
@@ -683,20 +766,20 @@ def ask(desk: Desk, native: int = 0, request: str = "r") -> int:
 
 
 @pytest.fixture
-def desk(made: Path, store: FolderStore) -> Desk:
+def desk(made: Path, store: Store) -> Desk:
     matcher = matcher_of(made, store)
     return Desk(matcher, matcher.options, saves=True)
 
 
-def test_a_request_is_matched_loaded_and_told(desk: Desk, store: FolderStore, source: LanguageModel) -> None:
+def test_a_request_is_matched_loaded_and_told(desk: Desk, store: Store, source: LanguageModel) -> None:
     ids = prompt()
     salt = desk.arrive(arrival(ids, keep(store, source, ids)))
     assert salt is not None
     assert ask(desk) == TOKENS - 1
     assert desk.salt_again("r") == (False, None)
-    desk.allocated("r", [7, 2, 9, 4], TOKENS - 1)
+    desk.allocated("r", [[7, 2, 9, 4]], TOKENS - 1)
     (load,) = desk.orders().loads
-    assert load.blocks == (7, 2, 9, 4)
+    assert load.blocks == ((7, 2, 9, 4),)
     assert load.carry.ids == ids[:-1]
     assert desk.orders().loads == []
     desk.arrived("r")
@@ -719,11 +802,11 @@ def test_a_refused_request_gets_its_own_salt_back_once(desk: Desk) -> None:
     assert told["kvlingo"]["prompt"] == {"native": 32, "translated": 0, "recomputed": TOKENS - 32}
 
 
-def test_a_failed_load_is_not_tried_again(desk: Desk, store: FolderStore, source: LanguageModel) -> None:
+def test_a_failed_load_is_not_tried_again(desk: Desk, store: Store, source: LanguageModel) -> None:
     ids = prompt()
     desk.arrive(arrival(ids, keep(store, source, ids)))
     assert ask(desk)
-    desk.allocated("r", [7, 2, 9, 4], TOKENS - 1)
+    desk.allocated("r", [[7, 2, 9, 4]], TOKENS - 1)
     desk.failed("r", "corrupt", "bits fell over")
     assert ask(desk) == 0
     assert desk.salt_again("r")[0]
@@ -733,7 +816,7 @@ def test_a_failed_load_is_not_tried_again(desk: Desk, store: FolderStore, source
     assert told["kvlingo"]["prompt"]["translated"] == 0
 
 
-def test_salts_are_one_for_each_hand_over(desk: Desk, made: Path, store: FolderStore) -> None:
+def test_salts_are_one_for_each_hand_over(desk: Desk, made: Path, store: Store) -> None:
     keys = [new_id(), new_id()]
     salts = [
         desk.arrive(arrival(prompt(), key, id=f"{key}-{salt}-{again}", salt=salt))
@@ -758,7 +841,7 @@ def test_what_can_t_be_done_is_never_salted(desk: Desk, changes: dict[str, Any])
     assert told["kvlingo"]["status"] in ("unsupported", "fallback_reprefill")
 
 
-def test_a_store_that_says_nothing_is_not_waited_for(desk: Desk, store: FolderStore) -> None:
+def test_a_store_that_says_nothing_is_not_waited_for(desk: Desk, store: Store) -> None:
     store.manifests = lambda _: time.sleep(3) or []  # type: ignore[method-assign, func-returns-value]
     desk.arrive(arrival(prompt(), new_id()))
     started = time.monotonic()
@@ -769,7 +852,7 @@ def test_a_store_that_says_nothing_is_not_waited_for(desk: Desk, store: FolderSt
     assert desk.counts["refused_store_slow"] == 1
 
 
-def test_what_is_kept_says_how_far_it_is_translated(desk: Desk, store: FolderStore, source: LanguageModel) -> None:
+def test_what_is_kept_says_how_far_it_is_translated(desk: Desk, store: Store, source: LanguageModel) -> None:
     """Also where this request found all of it in the prefix cache of one before it."""
     ids = prompt()
     both = {"kvlingo": {"load": keep(store, source, ids), "save": True}}
@@ -792,6 +875,15 @@ def test_only_what_ended_by_itself_is_kept(desk: Desk, whole: bool, count: int) 
     assert len(desk.orders().saves) == count
 
 
+def test_what_a_window_has_left_behind_is_not_kept(desk: Desk) -> None:
+    desk.arrive(arrival(prompt()))
+    keeps, told = desk.finished("r", prompt(), [0, 2, 3, 4], whole=True, lost=True)
+    assert not keeps
+    assert told is not None
+    assert "window" in told["kvlingo"]["not_kept"]
+    assert desk.orders().saves == []
+
+
 def test_what_was_cut_off_is_kept_under_its_client_s_own_id(desk: Desk) -> None:
     """vLLM cuts off what ends with a stop string; an id that was drawn here could not be told any more."""
     key = new_id()
@@ -800,14 +892,12 @@ def test_what_was_cut_off_is_kept_under_its_client_s_own_id(desk: Desk) -> None:
     assert [save.key for save in desk.orders().saves] == [key]
 
 
-def test_a_request_that_goes_while_it_is_loaded_is_dropped(
-    desk: Desk, store: FolderStore, source: LanguageModel
-) -> None:
+def test_a_request_that_goes_while_it_is_loaded_is_dropped(desk: Desk, store: Store, source: LanguageModel) -> None:
     ids = prompt()
     both = {"kvlingo": {"load": keep(store, source, ids), "save": new_id()}}
     desk.arrive(arrival(ids, params=both))
     assert ask(desk)
-    desk.allocated("r", [7, 2, 9, 4], TOKENS - 1)
+    desk.allocated("r", [[7, 2, 9, 4]], TOKENS - 1)
     keeps, _ = desk.finished("r", ids, [7, 2, 9, 4], whole=False)
     assert not keeps, "its blocks hold nothing yet"
     orders = desk.orders()
@@ -844,7 +934,7 @@ def test_a_job_past_its_commit_is_not_given_up() -> None:
 
 
 def test_the_plan_of_a_prompt_without_the_cache_s_beginning_is_a_reprefill(
-    made: Path, store: FolderStore, source: LanguageModel
+    made: Path, store: Store, source: LanguageModel
 ) -> None:
     matcher = matcher_of(made, store)
     match = find(matcher, keep(store, source, prompt()), prompt(seed=5))
@@ -887,3 +977,42 @@ def test_a_self_test_that_fails_has_an_exit_code_of_its_own(
         main(["vllm-check", "--json"])
     assert left.value.code == 3
     assert "FAILED: so is the next turn (it is not)" in capsys.readouterr().out
+
+
+def test_a_stream_s_client_is_told_when_the_step_that_reads_its_prompt_has_ended(
+    desk: Desk, store: FolderStore, source: LanguageModel
+) -> None:
+    """Steps are begun before older ones have ended; what is told is what was true at the end of the request's own."""
+    ids, tell = prompt(), new_id()
+    desk.arrive(arrival(ids, params={"kvlingo": {"load": keep(store, source, ids), "tell": tell}}))
+    assert ask(desk)
+    desk.allocated("r", [7, 2, 9, 4], TOKENS - 1)
+    assert desk.has_untold
+    desk.begin_step({"r": 40})
+    desk.begin_step({"r": TOKENS})
+    assert not desk.has_untold
+    assert desk.end_step() == {}
+    desk.failed("r", "corrupt", "bits fell over")
+    (told,) = desk.end_step().values()
+    assert (told["status"], told["reason"]) == ("fallback_reprefill", "corrupt")
+    assert told["prompt"] == {"native": 0, "translated": 0, "recomputed": TOKENS}
+    assert desk.counts["fallback_reprefill"] == 0  # it is counted once, at its end
+    assert desk.end_step() == {}
+
+
+def test_a_client_without_a_kept_cache_is_told_what_the_prefix_cache_held(desk: Desk) -> None:
+    tell = new_id()
+    assert desk.arrive(arrival(prompt(), params={"kvlingo": {"tell": tell}}, salt="mine")) is None
+    assert ask(desk, 32) == 0
+    desk.begin_step({"r": TOKENS})
+    desk.finished("r", prompt(), [1], whole=True)  # its first token is its last
+    assert desk.end_step() == {tell: {"prompt": {"native": 32, "translated": 0, "recomputed": TOKENS - 32}}}
+
+
+def test_a_step_that_never_ends_keeps_nobody_waiting_for_ever(desk: Desk) -> None:
+    for number in range(40):
+        desk.arrive(arrival(prompt(), id=f"r{number}", params={"kvlingo": {"tell": new_id()}}))
+        desk.matched(f"r{number}", 0)
+        desk.begin_step({f"r{number}": TOKENS})
+    assert len(desk.end_step()) == 25
+    assert len(desk.end_step()) == 1

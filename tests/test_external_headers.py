@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvlingo.serve.external.headers import RouterHeaders
+from kvlingo.serve.external.telling import Board
 
 KEY = "a" * 32
 
@@ -111,3 +112,73 @@ def test_a_request_without_the_header_is_left_alone() -> None:
     )
     assert asked["body"] == b'{"prompt": 1}'
     assert b"x-vsr-kv-transfer-status" not in headers
+
+
+# --- streams, for our own gateway ------------------------------------------------------------------------------------
+
+
+def stream_through(
+    board: Board, name: str | None, kind: bytes = b"text/event-stream", late: int | None = None
+) -> bytes:
+    """Return what a client gets of a stream of three events; `late`: before which of them is told."""
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        for number in range(3):
+            if number == late:
+                board.put({KEY: {"status": "applied"}})
+            await send({"type": "http.response.body", "body": b"data: %d\n\n" % number, "more_body": number < 2})
+
+    async def receive() -> Any:
+        raise AssertionError("nobody asked for the body")
+
+    async def send(event: Any) -> None:
+        sent.append(event)
+
+    headers = [(b"x-kvlingo-tell", name.encode())] if name else []
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    asyncio.run(RouterHeaders(app, board)(scope, receive, send))
+    return b"".join(event.get("body", b"") for event in sent[1:])
+
+
+def test_a_stream_begins_with_what_became_of_its_prompt() -> None:
+    board = Board()
+    board.put({KEY: {"status": "applied"}, "b" * 32: {"status": "other"}})
+    assert stream_through(board, KEY) == b': kvlingo {"status": "applied"}\n\ndata: 0\n\ndata: 1\n\ndata: 2\n\n'
+    assert board.take(KEY) is None
+    assert board.take("b" * 32) == {"status": "other"}
+
+
+def test_what_is_told_late_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvlingo.serve.external.headers.TOLD_SECONDS", 0.01)
+    assert (
+        stream_through(Board(), KEY, late=2) == b'data: 0\n\ndata: 1\n\n: kvlingo {"status": "applied"}\n\ndata: 2\n\n'
+    )
+    assert stream_through(Board(), KEY) == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
+
+
+@pytest.mark.parametrize(("name", "kind"), [(None, b"text/event-stream"), (KEY, b"application/json")])
+def test_only_a_stream_that_asks_is_told(name: str | None, kind: bytes) -> None:
+    assert stream_through(Board(), name, kind, late=0) == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
+
+
+def test_the_board_is_bounded() -> None:
+    board = Board()
+    board.put({str(number): {} for number in range(5000)})
+    assert board.take("0") is None
+    assert board.take("4999") == {}
+
+
+def test_what_the_connector_does_is_said() -> None:
+    sent: list[Any] = []
+
+    async def send(event: Any) -> None:
+        sent.append(event)
+
+    async def never(*_: Any) -> Any:
+        raise AssertionError("the application was asked")
+
+    scope = {"type": "http", "method": "GET", "path": "/kvlingo", "headers": []}
+    asyncio.run(RouterHeaders(never, Board({"keeps": True}))(scope, never, send))
+    assert json.loads(sent[1]["body"]) == {"keeps": True}

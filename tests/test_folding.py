@@ -13,7 +13,7 @@ from kvlingo import folding
 from kvlingo.cache import KV
 from kvlingo.errors import IncompatiblePair
 from kvlingo.geometry import Geometry, LayerGeometry, LayerRope
-from kvlingo.translator import LayerMap, Translator, TranslatorConfig, embedded
+from kvlingo.translator import LayerMap, SplitMap, Translator, TranslatorConfig, embedded
 
 HIDDEN, VOCABULARY, TOKENS = 6, 11, 40
 KINDS: dict[str, dict[str, Any]] = {
@@ -26,6 +26,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "token before": {"source_lags": (0, 1)},
     "scattered layers": {"source_layers": ((0, 2), (3, 1, 0), (2,)), "source_lags": (1, 0)},
     "key norms": {"key_norms": (None, "head", "layer")},
+    "ranks of their own, reduced text": {
+        "map_kind": "lowrank",
+        "ranks": (0, 0, 3),
+        "text_rank": 4,
+        "source_lags": (0, 1),
+    },
+    "headwise": {"map_kind": "headwise"},
+    "headwise, no text": {"map_kind": "headwise", "embedding_lags": ()},
+    "headwise, text only": {"map_kind": "headwise", "source_layers": ((), (), ())},
+    "headwise, scattered": {"map_kind": "headwise", "source_layers": ((0, 2), (3, 1, 0), (2,)), "source_lags": (1, 0)},
+    "headwise residual": {"map_kind": "headwise", "residual_width": 4, "key_norms": (None, "head", "layer")},
+    "split": {"source_layers": ((0,), (2,), (3,)), "embedding_lags": ()},
+    "split residual": {
+        "source_layers": ((0,), (2,), (3,)),
+        "embedding_lags": (),
+        "residual_width": 4,
+    },
 }
 
 
@@ -42,6 +59,8 @@ def made(kind: str, dtype: torch.dtype = torch.float64) -> Translator:
     torch.manual_seed(1)
     of = TranslatorConfig(SOURCE, TARGET, **{"source_layers": ((0, 1), (1, 2), (2, 3)), **KINDS[kind]})
     translator = Translator(of)
+    if kind.startswith("split"):
+        translator = split(translator)
     with torch.no_grad():
         for parameter in translator.parameters():
             parameter.normal_()
@@ -52,6 +71,16 @@ def made(kind: str, dtype: torch.dtype = torch.float64) -> Translator:
             if layer_map.norm_kind:
                 layer_map.key_norm_weight.uniform_(0.5, 2.0)
     return translator.to(dtype).eval()
+
+
+def split(translator: Translator) -> Translator:
+    """Put maps that take keys to keys and values to values, each across heads, in the place of linear ones."""
+    for number, layer_map in translator.maps.items():
+        assert isinstance(layer_map, LayerMap)
+        read = SOURCE.layers[translator.config.source_layers[int(number)][0]]
+        shape = layer_map.shape
+        layer_map.linear = SplitMap((read.key_width, read.value_width), (shape.key_width, shape.value_width))
+    return translator
 
 
 def source_kv(dtype: torch.dtype = torch.float64, tokens: int = TOKENS) -> KV:
@@ -84,7 +113,7 @@ def both(translator: Translator, alignment: Tensor, source: KV | None = None, **
     dtype = next(translator.parameters()).dtype
     source = source or source_kv(dtype)
     reads = translator.config.reads_text
-    rows = embedded(lambda ids: TABLE[ids].to(dtype), IDS) if reads else None
+    rows = embedded(lambda ids: translator.read_text(TABLE[ids].to(dtype)), IDS) if reads else None
     first = KV((torch.zeros(1, 1, 30, 6, dtype=dtype),), (torch.zeros(1, 1, 30, 5, dtype=dtype),), 30)
     arguments: dict[str, Any] = {"start": 7, "native": first if reads else None, **options}
     plain = translator(source, alignment, rows, **arguments)
@@ -217,11 +246,40 @@ def test_what_is_learnt_goes_the_plain_way() -> None:
 
 
 def test_maps_of_another_structure_go_the_plain_way() -> None:
-    of = TranslatorConfig(SOURCE, SOURCE, ((0,), (1,), (2,), (3,)), map_kind="headwise", embedding_lags=())
-    translator = Translator(of).double()
+    translator = made("no text")
+    first = translator.maps["0"]
+    first.linear = torch.nn.Linear(first.linear.get_parameter("weight").shape[0], TARGET.layers[0].width).double()  # type: ignore[union-attr]
     with torch.no_grad():
         translator(source_kv(), ALIGNMENTS["same tokens"], None)
     assert translator._folded is None
+
+
+@pytest.mark.parametrize("kind", ["headwise", "headwise, scattered", "split"])
+def test_heads_that_see_each_other_only_are_multiplied_by_themselves(kind: str) -> None:
+    """No zeros are multiplied: the folded weights are those of the map, and the text's where it is read."""
+    translator = made(kind)
+    both(translator, ALIGNMENTS["same tokens"])
+    folded = translator._folded
+    assert folded is not None
+    for layer_number, one in folded.maps.items():
+        mine = sum(x.numel() for part in one.parts for x in (part.source, part.text) if x is not None)
+        theirs = translator.maps[str(layer_number)].get_submodule("linear").parameters()
+        assert mine == sum(x.numel() for x in theirs)
+
+
+def test_layers_are_mapped_in_groups_that_leave_room_for_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    translator = made("no text", torch.float32)
+    both(translator, ALIGNMENTS["same tokens"])
+    folded = translator._folded
+    assert folded is not None
+    row = 4 * SOURCE.layers[0].width  # bytes of one layer of one token
+    monkeypatch.setattr(folding, "CHUNK_BYTES", 3 * row * 20)
+    assert [list(g) for g in folded._groups([0, 1, 2], 20)] == [[0, 1], [2]], (
+        "two target layers read three source layers"
+    )
+    assert [list(g) for g in folded._groups([0, 1, 2], 15)] == [[0, 1, 2]]
+    assert [list(g) for g in folded._groups([0, 1, 2], 21)] == [[0], [1], [2]]
+    assert_close(*both(translator, ALIGNMENTS["back and forth"]), within=1e-3)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvlingo.serve.protocol import Busy
+from kvlingo.serve.protocol import Busy, Route
 from kvlingo.serve.settings import Settings
 from tests.fake_engine import FakeEngine, Serving, serving
 
@@ -102,6 +102,45 @@ def test_the_same_turn_by_reprefill_stands_beside_it(page: Any, served: Serving[
     boxes = [box.bounding_box() for box in page.locator(".sides .assistant").all()]
     is_desk = page.viewport_size == DESK
     assert (boxes[0]["y"] == boxes[1]["y"]) == is_desk
+
+
+def test_how_much_longer_the_other_way_took_is_told(page: Any, served: Serving[FakeEngine]) -> None:
+    say(page, "hello", 1)
+    page.locator(".compare").press("Enter")
+    until(page, "document.querySelectorAll('.times').length == 1")
+    assert page.locator(".times").inner_text() == "by re-prefill the first token took 1.0× as long"
+
+
+def test_a_long_text_is_folded_and_shown_by_keyboard(page: Any) -> None:
+    page.fill("#text", "word " * 700)
+    page.press("#text", "Enter")
+    until(page, "document.querySelectorAll('.assistant .who').length == 1")
+    button, text = page.locator(".fold"), page.locator(".user div")
+    assert button.inner_text() == "Show all 700 words"
+    folded = text.bounding_box()["height"]
+    assert folded < 160
+    button.press("Enter")
+    assert (button.inner_text(), button.get_attribute("aria-expanded")) == ("Show less", "true")
+    assert text.bounding_box()["height"] > 2 * folded
+    button.press("Enter")
+    assert text.bounding_box()["height"] == folded
+    keep(page, "folded")
+
+
+def test_waiting_is_told_until_the_first_word(page: Any, served: Serving[FakeEngine]) -> None:
+    served.engine.prefill_s = 0.7
+    page.keyboard.type("hello")
+    page.keyboard.press("Enter")
+    until(page, "/waiting … [0-9]+ ms/.test(document.querySelector('.waiting')?.textContent ?? '')")
+    assert page.locator("#stop").is_visible()
+    assert not page.locator("#send").is_visible()
+    until(page, "document.querySelectorAll('.assistant .who').length == 1")
+    assert page.locator(".waiting").count() == 0
+
+
+def test_why_a_model_was_chosen_is_told(page: Any, served: Serving[FakeEngine]) -> None:
+    served.engine.begun = {"route": Route("auto", "cascade", "its doubt was small")}
+    assert "chosen by cascade: its doubt was small" in say(page, "hello", 1).inner_text()
 
 
 def test_nothing_is_wider_than_the_window(page: Any) -> None:

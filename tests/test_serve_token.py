@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -18,11 +20,14 @@ from torch import Tensor
 from kvlingo.errors import BadInput
 from kvlingo.handoff import read_conversation
 from kvlingo.language_model import LanguageModel, prefill
+from kvlingo.serve.decoding import Lane
 from kvlingo.serve.duet import Duet, Singer, Turn, fragment_ids, same_vocabulary
 from kvlingo.serve.engine import Limits, LocalEngine
-from kvlingo.serve.protocol import AUTO, Dial, Help, NoHelp, Piece, Request, Sampling
+from kvlingo.serve.protocol import AUTO, Dial, Help, NoHelp, Piece, Request, Sampling, Unsupported
+from kvlingo.serve.relay import Relay
 from kvlingo.serve.routing.choosing import Pair
 from kvlingo.serve.routing.routed import RoutedEngine
+from kvlingo.serve.routing.threshold import Threshold
 from kvlingo.serve.routing.token import Token, TokenRule
 from kvlingo.serve.sampling import entropy_nats
 from kvlingo.serve.settings import Settings
@@ -206,7 +211,7 @@ def test_a_translated_prompt_serves_the_helper(mode: Any) -> None:
 
 def test_a_translator_that_fails_is_told_and_the_answer_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     with twin_engine(rule=ALWAYS) as (engine, lm):
-        monkeypatch.setattr("kvlingo.serve.switching.hand_off", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr("kvlingo.serve.switching.hand_off_in_parts", lambda *_, **__: 1 / 0)
         request = request_for(lm, "a", PROMPT, help=Help("b", ALL))
         (found,) = ask(engine, request)
         assert found.ids == cold_ids(lm, PROMPT)
@@ -445,11 +450,79 @@ def test_over_http_the_alias_answers_and_parts_are_told() -> None:
     assert count[0] == count[1]
 
 
-def test_a_penalty_is_for_the_whole_answer_so_one_model_says_it() -> None:
-    """Each model's sampler counts what it chose itself: what the other said would go unpunished."""
+PENALTIES = (
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 1.2},
+    {"presence_penalty": -0.5, "frequency_penalty": 0.8},
+)
+
+
+@pytest.mark.parametrize("penalties", PENALTIES, ids=str)
+def test_penalties_are_for_the_whole_answer_whoever_says_it(penalties: dict[str, float]) -> None:
+    """One model under two names: with its own help at some tokens it says what it says alone, punished or not."""
     with twin_engine() as (engine, lm):
-        for field in ("presence_penalty", "frequency_penalty"):
-            request = request_for(lm, "a", PROMPT, help=Help("b", 1.0))
-            punished = replace(request, sampling=replace(request.sampling, **{field: 1.5}))
-            with pytest.raises(NoHelp, match="presence_penalty"):
-                ask(engine, punished)
+        limit = float(torch.tensor([2.0]))
+        plain = request_for(lm, "a", PROMPT, count=24)
+        punished = replace(plain, sampling=replace(plain.sampling, **penalties))
+        alone_, helped_ = ask(engine, punished, replace(punished, help=Help("b", limit)))
+        assert helped_.ids == alone_.ids
+        assert all(part.completion_tokens for part in helped_.done.parts)
+        assert alone_.ids != ask(engine, plain)[0].ids
+
+
+def test_a_penalty_that_each_model_counts_for_itself_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Singer, "reads", lambda self, ids: self.ids.extend(ids))
+    with twin_engine() as (engine, lm):
+        plain = request_for(lm, "a", PROMPT, count=24)
+        punished = replace(plain, sampling=replace(plain.sampling, presence_penalty=1.5))
+        alone_, helped_ = ask(engine, punished, replace(punished, help=Help("b", 2.0)))
+        assert helped_.ids != alone_.ids
+
+
+def test_between_two_vocabularies_each_counts_the_answer_in_its_own_tokens() -> None:
+    sampling = Sampling(30, temperature=0.0, top_logprobs=0, frequency_penalty=0.7)
+    with pair_engine("two vocabularies") as engine:
+        relays = list[Relay]()
+        real = engine._relay
+
+        def noted(*args: Any) -> Relay:
+            relays.append(real(*args))
+            return relays[-1]
+
+        engine._relay = noted  # type: ignore[method-assign]
+        ask(engine, helped(likely_limit("two vocabularies"), sampling))
+    for singer in (relays[0].duet.small, relays[0].duet.big):
+        assert singer.part.completion_tokens
+        assert singer.picker.said == Counter(singer.ids)
+        assert len(singer.ids) > singer.part.completion_tokens
+
+
+def test_a_bias_is_for_ids_that_both_models_share() -> None:
+    """Else the same number would be one word to one model and another word to the other."""
+    biased = replace(helped(0.0, model=AUTO, help=None), sampling=Sampling(5, logit_bias={40: 3.0}))
+    with pair_engine("one vocabulary") as engine:
+        assert events_of(RoutedEngine(engine, Token(PAIR, TokenRule(1.0))), biased).done.completion_tokens == 5
+    with pair_engine("two vocabularies") as engine:
+        for router in (Token(PAIR, TokenRule(1.0)), Threshold(PAIR)):
+            with pytest.raises(Unsupported, match="logit_bias: its token ids mean something else") as refused:
+                events_of(RoutedEngine(engine, router), biased)
+            assert refused.value.param == "logit_bias"
+        with pytest.raises(NoHelp, match="logit_bias"):
+            ask(engine, helped(1.0, biased.sampling))
+        assert events_of(RoutedEngine(engine, Token(PAIR)), replace(biased, model="small")).done.completion_tokens == 5
+
+
+def test_waiting_is_told_for_all_turns_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every turn waits for the lane that it goes to."""
+    real = Lane.submit
+
+    def late(self: Lane, job: Any, *, goes_on: bool = False) -> None:
+        time.sleep(0.01)
+        real(self, job, goes_on=goes_on)
+
+    monkeypatch.setattr(Lane, "submit", late)
+    with pair_engine() as engine:
+        (found,) = ask(engine, helped(likely_limit("one vocabulary")))
+    turns = sum(part.turns for part in found.done.parts)
+    assert turns >= 4
+    assert found.done.queue_ms >= 10 * turns

@@ -1,4 +1,4 @@
-"""Commands that make maps and judge them: fit, distill, eval, confidence."""
+"""Commands that make maps and judge them: fit, compress, distill, eval, confidence."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from kvlingo.commands.console import FAILED, emit, stoppable, tell
 from kvlingo.commands.options import (
     AsJson,
+    BudgetMb,
     Control,
     Device,
     Dtype,
@@ -18,6 +19,7 @@ from kvlingo.commands.options import (
     Map,
     Model,
     NativeLayers,
+    Overwrite,
     Seed,
     Sink,
     Source,
@@ -25,6 +27,7 @@ from kvlingo.commands.options import (
     Tail,
     Target,
     Texts,
+    Weighing,
     fractions,
     numbers,
 )
@@ -59,6 +62,7 @@ def fit(
     dtype: Dtype = None,
     device: Device = None,
     store: Annotated[Storage, typer.Option(help="How to store the weights.")] = Storage.float32,
+    budget_mb: BudgetMb = None,
     seed: Seed = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the translator that is there.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print what was chosen for each layer.")] = False,
@@ -91,6 +95,7 @@ def fit(
                 no_text=no_text,
                 where=jobs.Where(device, dtype),
                 storage=store.value,
+                budget_bytes=None if budget_mb is None else round(1e6 * budget_mb),
                 overwrite=overwrite,
                 say=typer.echo,
                 tell=tell,
@@ -100,6 +105,65 @@ def fit(
         return
     if verbose:
         print_layers(result["layers"])
+    emit(result, as_json)
+
+
+def compress(
+    folder: Folder,
+    out: Annotated[Path, typer.Option(help="Folder to save the smaller translator to.", show_default=False)],
+    budget_mb: BudgetMb = None,
+    flops: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Share of the maps' products that may be left.", show_default=False),
+    ] = None,
+    rank: Annotated[int | None, typer.Option(min=1, help="The same rank for all layers.", show_default=False)] = None,
+    text_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Features that a token's embedding is reduced to; 0: none. Default: as the budget says.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="With --flops: tokens of a conversation.")] = 2048,
+    weigh: Annotated[
+        Weighing,
+        typer.Option(help="What an error costs: what the target minds, by reading text; or all outputs alike, unread."),
+    ] = Weighing.sensitivity,
+    store: Annotated[Storage, typer.Option(help="How to store the weights.")] = Storage.bfloat16,
+    source: Source = None,
+    target: Target = None,
+    text: Texts = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a translator smaller: low rank where it costs least. Its quality must be measured anew."""
+    with stoppable("nothing was written"):
+        from kvlingo import compacting, jobs
+        from kvlingo.compression import CompressOptions
+
+        result = compacting.compress_folder(
+            folder,
+            out,
+            CompressOptions(
+                budget_bytes=None if budget_mb is None else round(1e6 * budget_mb),
+                flops_share=flops,
+                rank=rank,
+                text_rank=text_rank,
+                tokens=context,
+                storage=store.value,
+            ),
+            weigh=weigh.value,
+            source_name=source,
+            target_name=target,
+            texts=text or [],
+            where=jobs.Where(device, dtype),
+            overwrite=overwrite,
+            say=typer.echo,
+            tell=tell,
+        )
     emit(result, as_json)
 
 

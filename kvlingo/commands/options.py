@@ -28,6 +28,13 @@ class Storage(StrEnum):
     int8 = "int8"
 
 
+class Weighing(StrEnum):
+    """What an error in a map's outputs costs."""
+
+    sensitivity = "sensitivity"
+    deviation = "deviation"
+
+
 class CheckedType(StrEnum):
     """What the models of a self-test compute in."""
 
@@ -102,6 +109,12 @@ Translators = Annotated[
 NativeLayers = Annotated[int, typer.Option(min=0, help="First layers that the target computes itself.")]
 Mapper = Annotated[
     MapperFormat, typer.Option("--format", help="Whose format: vllm-project/semantic-router's.", show_default=False)
+]
+BudgetMb = Annotated[
+    float | None,
+    typer.Option(
+        "--budget-mb", min=0, help="MB that the stored weights may take; ranks are chosen within.", show_default=False
+    ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 

@@ -27,6 +27,15 @@ from kvlingo.errors import MissingExtra
 def serve(
     model: Served = None,
     translator: Translators = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="vllm=URL,URL",
+            help="Stand before vLLM servers with KV-Lingo's connector (docs/vllm.md) instead of loading models: a switch passes "
+            "on which kept cache to go on from. Their API key, if they ask for one: KVLINGO_ENGINE_KEY.",
+            show_default=False,
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="TOML file of settings; the environment (KVLINGO_PORT, …) and flags go before it."),
@@ -101,6 +110,7 @@ def serve(
     flags = {
         "models": model,
         "translators": translator,
+        "engine": engine,
         "host": host,
         "port": port,
         "keys": keys,

@@ -1,7 +1,8 @@
 """Continuous batching: one worker thread a model, whose requests decode together.
 
-Knows one model, jobs and rows. A row's own cache is the truth; the batch is a working copy that is made anew when a row joins
-or leaves, always between two tokens. Does not know how a job's first state comes about, nor HTTP.
+Between two tokens of theirs one job that begins takes one bounded step: a long prompt holds nobody up, and several long ones take
+turns. Knows one model, jobs and rows. A row's own cache is the truth; the batch is a working copy that is made anew when a row
+joins or leaves, always between two tokens. Does not know how a job's first state comes about, nor HTTP.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from kvlingo.handoff import ModelState
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.serve.protocol import Begun, Busy, Done, Event, Finish, Piece, Sampling, Unavailable
 from kvlingo.serve.sampling import Speech
+from kvlingo.steps import Steps
 
 LOG = logging.getLogger(__name__)
 ENDS = ("finished", "cancelled", "failed")
@@ -58,7 +60,8 @@ class Job:
     """One request as a worker sees it.
 
     Fields:
-        begin: runs on the worker's thread; what it raises is told and nothing else.
+        begin: runs on the worker's thread, one bounded step between two tokens of others, and is closed where it is left in the
+            middle; what it raises is told and nothing else.
         tell: takes events and at most one error, from the worker's thread.
         keep: takes what the model holds in the end, before `Done` is told; also when it was cancelled.
         voice: says the answer; None: a `Speech` of the lane's model.
@@ -67,7 +70,7 @@ class Job:
 
     tenant: str
     sampling: Sampling
-    begin: Callable[[], Started]
+    begin: Callable[[], Steps[Started]]
     tell: Callable[[Event | Exception], None]
     keep: Callable[[ModelState], None]
     voice: Voice | None = None
@@ -75,39 +78,74 @@ class Job:
     submitted: float = field(default_factory=time.perf_counter)
 
 
-class FairQueue:
-    """Jobs of several tenants, one of each in turn. Not thread-safe by itself."""
+class OfTenant(Protocol):
+    """What waits."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        ...
+
+
+Waits = TypeVar("Waits", bound=OfTenant)
+
+
+class FairQueue(Generic[Waits]):
+    """Things of several tenants, one of each in turn. Not thread-safe by itself."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[Waits]] = OrderedDict()
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
+    def __iter__(self) -> Iterator[Waits]:
+        for each in self._waiting.values():
+            yield from each
+
     def waiting(self, tenant: str) -> int:
-        """Return how many jobs of one tenant wait."""
+        """Return how many of one tenant wait."""
         return len(self._waiting.get(tenant, ()))
 
-    def push(self, job: Job) -> None:
-        """Put a job behind its tenant's others."""
-        self._waiting.setdefault(job.tenant, deque()).append(job)
+    def push(self, item: Waits) -> None:
+        """Put something behind its tenant's others."""
+        self._waiting.setdefault(item.tenant, deque()).append(item)
 
-    def pop(self) -> Job:
-        """Take the first job of the tenant whose turn it is; the tenant goes to the end."""
-        tenant, jobs = self._waiting.popitem(last=False)
-        job = jobs.popleft()
-        if jobs:
-            self._waiting[tenant] = jobs
-        return job
+    def pop(self) -> Waits:
+        """Take the first of the tenant whose turn it is; the tenant goes to the end."""
+        tenant, items = self._waiting.popitem(last=False)
+        item = items.popleft()
+        if items:
+            self._waiting[tenant] = items
+        return item
 
-    def remove(self, job: Job) -> None:
-        """Take a job out, if it is still there."""
-        jobs = self._waiting.get(job.tenant)
-        if jobs is None or job not in jobs:
+    def turn(self) -> Waits:
+        """Return the first of the tenant whose turn it is; it stays, behind its others, and the tenant goes to the end."""
+        item = self.pop()
+        self.push(item)
+        return item
+
+    def remove(self, item: Waits) -> None:
+        """Take something out, if it is still there."""
+        items = self._waiting.get(item.tenant)
+        if items is None or item not in items:
             return
-        jobs.remove(job)
-        if not jobs:
-            del self._waiting[job.tenant]
+        items.remove(item)
+        if not items:
+            del self._waiting[item.tenant]
+
+
+@dataclass(eq=False)
+class _Beginning:
+    """A job on its way to its first token; `steps` is None until the first is taken."""
+
+    job: Job
+    queue_ms: float = 0.0
+    steps: Steps[Started] | None = None
+
+    @property
+    def tenant(self) -> str:
+        return self.job.tenant
 
 
 @dataclass(eq=False)
@@ -141,12 +179,11 @@ class Lane:
         self.lm, self._when_idle = lm, when_idle
         self.counts = Counter[str](dict.fromkeys(("tokens", "steps", "rows", *ENDS, "not_kept"), 0))
         self._max_rows, self._max_queue = max_rows, max_queue
-        self._changed, self._queue, self._closing = threading.Condition(), FairQueue(), False
+        self._changed, self._queue, self._closing = threading.Condition(), FairQueue[Job](), False
         self._rows: list[_Row] = []
         self._batch: Batch | None = None
         self._joined_at = 0
-        self._beginning = 0
-        self._first: Job | None = None  # the one that begins, or began last
+        self._beginning = FairQueue[_Beginning]()
         self._news = False
         self._mean_s = 1.0
         # Padding a batch needs a cache that can be made from parts, and angles that don't depend on the longest row.
@@ -190,7 +227,7 @@ class Lane:
     def load(self) -> Mapping[str, int]:
         """Return how many jobs wait and how many run."""
         with self._changed:
-            return {"queued": len(self._queue), "running": self._beginning + len(self._rows)}
+            return {"queued": len(self._queue), "running": len(self._beginning) + len(self._rows)}
 
     def close(self) -> None:
         """Finish what was taken, take nothing more. Returns at once."""
@@ -206,8 +243,7 @@ class Lane:
                 job = self._queue.pop()
                 job.cancelled.set()
                 job.tell(Unavailable(1.0))
-            beginning = [self._first] if self._beginning and self._first else []
-            for job in (*beginning, *(row.job for row in self._rows)):
+            for job in (*(each.job for each in self._beginning), *(row.job for row in self._rows)):
                 job.cancelled.set()
                 job.tell(Unavailable(1.0))
             self._changed.notify_all()
@@ -221,39 +257,40 @@ class Lane:
     def _work(self) -> None:
         with torch.no_grad():
             while True:
-                job = self._next_job()
-                if job is None and not self._rows:
+                self._take_jobs()
+                if not self._rows and not len(self._beginning):
                     return
                 try:
-                    self._advance(job)
+                    self._advance()
                 except Exception as error:
                     self._fail(error)
 
-    def _advance(self, job: Job | None) -> None:
-        """Let a job join, those that were cancelled leave, and all others say one more token."""
-        if job is not None:
-            self._begin(job)
+    def _advance(self) -> None:
+        """Let who was cancelled leave, one job that begins take a step, and all rows say one more token."""
+        for each in [b for b in self._beginning if b.job.cancelled.is_set()]:
+            self._give_up(each)
+        if len(self._beginning):
+            self._begin()
         for row in [r for r in self._rows if r.job.cancelled.is_set()]:
             self._leave(row)
         if self._rows:
             self._step()
 
-    def _next_job(self) -> Job | None:
-        """Return a job where there is one and a free row. Waits only when no row decodes; None then means: closed."""
+    def _take_jobs(self) -> None:
+        """Let jobs begin while there are free rows. Waits only when no row decodes and nothing begins; without any: closed."""
         wait_s: float | None = None if self._when_idle is None else 0.0
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_work() or self._news, wait_s)
                 self._news = False
                 if self._has_work():
-                    if not len(self._queue) or len(self._rows) >= self._max_rows:
-                        return None
-                    self._beginning, self._first = 1, self._queue.pop()
-                    return self._first
+                    while len(self._queue) and len(self._rows) + len(self._beginning) < self._max_rows:
+                        self._beginning.push(_Beginning(self._queue.pop()))
+                    return
             wait_s = self._use_the_pause()
 
     def _has_work(self) -> bool:
-        return bool(self._rows or len(self._queue) or self._closing)
+        return bool(self._rows or len(self._beginning) or len(self._queue) or self._closing)
 
     def _use_the_pause(self) -> float | None:
         """Do one piece of what waits for pauses; a job that comes meanwhile waits for the piece, not for all of it."""
@@ -264,32 +301,62 @@ class Lane:
             LOG.warning("%s: work in a pause failed", self.lm.name, exc_info=True)
             return None
 
-    def _begin(self, job: Job) -> None:
-        """Bring a job to its first token; it then joins the rows. What goes wrong is its own until it has joined."""
-        row = None
+    def _begin(self) -> None:
+        """Let the job whose turn it is take a step; after the last it says its first token and joins the rows.
+
+        What goes wrong is its own until it has joined. It counts as running all the time.
+        """
+        with self._changed:
+            beginning = self._beginning.turn()
+        job, row = beginning.job, None
         try:
-            if job.cancelled.is_set():
-                self.counts["cancelled"] += 1
-                return
-            queue_ms = ms_since(job.submitted)
-            started = job.begin()
-            job.tell(started.begun)
-            row = _Row(job, started.state, job.voice or Speech(self.lm, job.sampling), queue_ms)
-            self._speak(row, started.logits)
-            row.ttft_ms = ms_since(job.submitted)
+            if beginning.steps is None:
+                beginning.queue_ms = ms_since(job.submitted)
+                beginning.steps = job.begin()
+            next(beginning.steps)
+            return
+        except StopIteration as end:
+            row = self._first_token(beginning, end.value)
         except Exception as error:
-            row = None
-            self.counts["failed"] += 1
-            job.tell(error)
-        finally:
-            with self._changed:
-                self._beginning = 0
-                self._rows += [row] if row else []
-                self._changed.notify_all()
+            self._failed_to_begin(job, error)
+        with self._changed:
+            self._beginning.remove(beginning)
+            self._rows += [row] if row else []
+            self._changed.notify_all()
         if row:
             self._settle()
             if row.speech.finish_reason:
                 self._leave(row)
+
+    def _first_token(self, beginning: _Beginning, started: Started) -> _Row | None:
+        """Let a job say its first token; None where that fails."""
+        job = beginning.job
+        try:
+            job.tell(started.begun)
+            row = _Row(job, started.state, job.voice or Speech(self.lm, job.sampling), beginning.queue_ms)
+            self._speak(row, started.logits)
+            row.ttft_ms = ms_since(job.submitted)
+        except Exception as error:
+            self._failed_to_begin(job, error)
+            return None
+        return row
+
+    def _failed_to_begin(self, job: Job, error: Exception) -> None:
+        self.counts["failed"] += 1
+        job.tell(error)
+
+    def _give_up(self, beginning: _Beginning) -> None:
+        """Let a job go that has not said anything yet."""
+        with self._changed:
+            self._beginning.remove(beginning)
+            self._changed.notify_all()
+        self.counts["cancelled"] += 1
+        try:
+            if beginning.steps is not None:
+                beginning.steps.close()
+        except Exception as error:  # only what was read so far is lost
+            self.counts["not_kept"] += 1
+            LOG.warning("%s: a cache could not be kept: %s", self.lm.name, type(error).__name__)
 
     def _speak(self, row: _Row, logits: Tensor) -> None:
         before = len(row.speech.ids)

@@ -5,11 +5,15 @@ one answer, its text and what each model has of it as ids. Does not know threads
 
 Who is asked changes between two characters only, never inside one, so that what one model said is text to the other. Two models
 with one vocabulary exchange ids; others read each other's text, tokenised once for good: the ids are in a cache from then on.
+
+Penalties are for the whole answer: each model counts it in its own tokens, what the other said included, as it reads them.
 """
 
 from __future__ import annotations
 
 import codecs
+import hashlib
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -76,6 +80,11 @@ class Singer:
             recomputed_tokens=part.recomputed_tokens + begun.recomputed_tokens,
             fallback=part.fallback or begun.fallback,
         )
+
+    def reads(self, ids: Sequence[int]) -> None:
+        """Take in what the other said, as this one reads it."""
+        self.ids.extend(ids)
+        self.picker.said.update(ids)
 
     def chose(self, token: int) -> None:
         """Take in a token that it chose."""
@@ -159,7 +168,7 @@ class Duet:
         text = self._utf8.decode(spelled)
         self._untold += text
         if self._one_vocabulary:
-            self.other(singer).ids.append(token)
+            self.other(singer).reads([token])
         return text
 
     def _told(self, text: str, info: Any) -> Piece:
@@ -175,7 +184,7 @@ class Duet:
         """Give the turn to the other model, unless there is nothing new for it to read or no room for it."""
         other = self.other(singer)
         if not self._one_vocabulary and self._untold:
-            other.ids.extend(fragment_ids(other.lm.tokenizer, self._untold))
+            other.reads(fragment_ids(other.lm.tokenizer, self._untold))
         self._untold = ""
         if other.room is not None and other.room <= 0:
             self.finish_reason = "length"
@@ -207,13 +216,16 @@ class Turn:
 
 
 @lru_cache(maxsize=16)
+def vocabulary_of(tokenizer: Any) -> str:
+    """Identify what a tokenizer's ids mean: the bytes that each spells, and which are special."""
+    spelled, spans = spelling_of(tokenizer).spell(range(len(tokenizer)))
+    table = [sorted(tokenizer.get_vocab().items()), tokenizer.all_special_ids, spans]
+    return hashlib.sha256(json.dumps(table).encode() + spelled).hexdigest()
+
+
 def same_vocabulary(one: Any, other: Any) -> bool:
     """Tell whether the same ids spell the same bytes to both tokenizers."""
-    return one is other or (
-        one.get_vocab() == other.get_vocab()
-        and one.all_special_ids == other.all_special_ids
-        and spelling_of(one).spell(range(len(one))) == spelling_of(other).spell(range(len(other)))
-    )
+    return one is other or vocabulary_of(one) == vocabulary_of(other)
 
 
 def fragment_ids(tokenizer: Any, text: str) -> Sequence[int]:

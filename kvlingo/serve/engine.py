@@ -23,7 +23,7 @@ from kvlingo.language_model import LanguageModel
 from kvlingo.serve.ahead import Ahead, answered
 from kvlingo.serve.decoding import Job, Lane, Started, clipped
 from kvlingo.serve.disk import Disk
-from kvlingo.serve.duet import Duet, Singer
+from kvlingo.serve.duet import Duet, Singer, same_vocabulary, vocabulary_of
 from kvlingo.serve.forms import Form, form_of
 from kvlingo.serve.healing import Healer
 from kvlingo.serve.protocol import (
@@ -44,7 +44,8 @@ from kvlingo.serve.relay import Relay, Tell, heard
 from kvlingo.serve.sampling import Speech, check
 from kvlingo.serve.sessions import Sessions
 from kvlingo.serve.shelf import Shelf
-from kvlingo.serve.switching import Link, Prompt, Rule, Side, Switch, prompt_of
+from kvlingo.serve.switching import PART_TOKENS, Link, Prompt, Rule, Side, Switch, of_one_angle, prompt_of
+from kvlingo.steps import Steps
 from kvlingo.translator import check_geometry
 
 POLL_S = 0.01
@@ -63,6 +64,7 @@ class Limits:
         max_rows: requests that decode together, for each model.
         max_queue: requests of one tenant that wait, for each model.
         cache_bytes: of all snapshots.
+        part_tokens: of a prompt, read or translated at once: others' answers wait for no more.
         heal: read approximate snapshots again, exactly, while no model has anything to do.
         ahead: translate what one model has answered for those that a translator leads to, while no model has anything to do.
     """
@@ -70,6 +72,7 @@ class Limits:
     max_rows: int = 8
     max_queue: int = 64
     cache_bytes: int = 2 << 30
+    part_tokens: int = PART_TOKENS
     rule: Rule = field(default_factory=Rule)
     heal: bool = False
     ahead: bool = False
@@ -97,9 +100,10 @@ class LocalEngine:
         _check_links(models, links)
         self._created = int(time.time())
         self._sides = {name: Side(name, lm) for name, lm in models.items()}
+        self._vocabularies = {name: vocabulary_of(lm.tokenizer) for name, lm in models.items()}
         self._shelf = Shelf(disk, models, max(limits.cache_bytes // 4, 1)) if disk is not None else None
         self._sessions = Sessions(limits.cache_bytes, self._shelf.put) if self._shelf else Sessions(limits.cache_bytes)
-        self._switch = Switch(self._sides, links, self._sessions, limits.rule, self._shelf)
+        self._switch = Switch(self._sides, links, self._sessions, limits.rule, self._shelf, limits.part_tokens)
         self._counts, self._counting = Counter[str](dict.fromkeys(COUNTED, 0)), threading.Lock()
         self._draining, self._relays = False, 0
         self._forming = ThreadPoolExecutor(1, thread_name_prefix="kvlingo-forms")
@@ -139,7 +143,13 @@ class LocalEngine:
     def models(self) -> Sequence[ModelInfo]:
         """List the models."""
         return [
-            ModelInfo(name, side.lm.geometry.max_positions, self._created, side.lm.target_refusal is None)
+            ModelInfo(
+                name,
+                side.lm.geometry.max_positions,
+                self._created,
+                side.lm.target_refusal is None,
+                self._vocabularies[name],
+            )
             for name, side in self._sides.items()
         ]
 
@@ -211,10 +221,8 @@ class LocalEngine:
         try:
             if request.sampling.json_schema is not None:
                 raise Unsupported("response_format", "two models can't keep to one form")
-            if request.sampling.presence_penalty or request.sampling.frequency_penalty:
-                raise Unsupported(
-                    "presence_penalty, frequency_penalty", "each of two models counts its own tokens only"
-                )
+            if request.sampling.logit_bias and not same_vocabulary(*(side.lm.tokenizer for side in sides)):
+                raise Unsupported("logit_bias", "its token ids mean something else to each of two models")
             prompts[help_.model] = self._read(replace(request, model=help_.model), sides[1].lm)
         except (TooLong, Unsupported) as error:
             raise NoHelp(help_.model, error) from error
@@ -255,8 +263,8 @@ class LocalEngine:
         self._switch.recall(prompt)
         return prompt
 
-    def _start(self, prompt: Prompt) -> Started:
-        started = self._switch.start(prompt)
+    def _start(self, prompt: Prompt) -> Steps[Started]:
+        started = yield from self._switch.start(prompt)
         # Kept now too, for those who ask the same before the answer is finished.
         self._keep(prompt, started.state)
         self._counted(started.begun, first=True)
@@ -272,8 +280,8 @@ class LocalEngine:
                 self._counts[f"{kind}_tokens"] += getattr(begun, f"{kind}_tokens")
 
     def _keep(self, prompt: Prompt, state: ModelState) -> None:
-        name = prompt.request.model
-        self._sessions.keep(prompt.place(name), state, self._sides[name].lm.geometry)
+        name, lm = prompt.request.model, self._sides[prompt.request.model].lm
+        self._sessions.keep(prompt.place(name), of_one_angle(lm, len(prompt.reading), state), lm.geometry)
 
     def stats(self) -> Mapping[str, float]:
         """Return counters since the start, and gauges: `queued`, `running`, `cache_bytes`, `cache_snapshots`.
@@ -293,6 +301,10 @@ class LocalEngine:
             total.update(ahead.counts)
         gauges = {"cache_bytes": self._sessions.num_bytes, "cache_snapshots": len(self._sessions)}
         return {name: float(value) for name, value in {**total, **gauges}.items()}
+
+    async def away(self) -> Sequence[str]:
+        """Return nothing: all models are here."""
+        return ()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more requests, wait for those that run, cancel what is left; the workers end before their next token."""

@@ -33,7 +33,7 @@ from kvlingo.errors import BadInput
 from kvlingo.serve.doors import GONE, LOG, Door, Gate, JsonLines, fault_response, json_bytes, note_of
 from kvlingo.serve.keys import Keys, Rate
 from kvlingo.serve.metrics import CONTENT_TYPE, Figures
-from kvlingo.serve.protocol import AUTO, Engine, ModelInfo, NoRouter, Unavailable, UnknownModel
+from kvlingo.serve.protocol import AUTO, Away, Engine, ModelInfo, NoRouter, Unavailable, UnknownModel
 from kvlingo.serve.replies import Fault, TooLarge, TooSlow, WrongType, chat_shape, fault_of, text_shape
 from kvlingo.serve.schema import ChatBody, Common, CompletionBody, Order, Refused, described_neutral, order, read_body
 from kvlingo.serve.settings import LOOPBACK, Settings
@@ -47,6 +47,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, type[Common]] = {CHAT: ChatBody, TEXT: CompletionBody}
 PROMPT_FIELDS = {CHAT: "messages", TEXT: "prompt"}
 ROUTES = (CHAT, TEXT, "/v1/models", "/healthz", "/readyz", "/metrics", "/openapi.json", "/")
+AWAY_RETRY_S = 5.0
 DISCARDED_BYTES = 64_000_000
 """So much of a body that is too large is read and thrown away, so that its client sees the answer and not a broken pipe."""
 
@@ -107,8 +108,10 @@ class Gateway:
         return order(body, self.settings.max_tokens, room=room, tenant=tenant, conversation=conversation)
 
     async def models(self) -> Response:
-        """List the models."""
-        return as_json({"object": "list", "data": [described(info) for info in self.engine.models()]})
+        """List the models that can be asked now."""
+        away = await self.engine.away()
+        here = [described(info) for info in self.engine.models() if info.name not in away]
+        return as_json({"object": "list", "data": here})
 
     async def one_model(self, request: Request) -> Response:
         """Describe one model."""
@@ -125,7 +128,10 @@ class Gateway:
         """Say whether requests are taken."""
         if self.draining:
             return fault_response(fault_of(Unavailable(self.settings.drain_s)))
-        return as_json({"status": "ready"})
+        away = sorted(await self.engine.away())
+        if len(away) == len(self.engine.models()):
+            return fault_response(fault_of(Away(", ".join(away), AWAY_RETRY_S)))
+        return as_json({"status": "ready", **({"away": away} if away else {})})
 
     async def metrics(self) -> Response:
         """Tell the figures."""
@@ -308,8 +314,8 @@ def serve(settings: Settings, load: Callable[[], Engine]) -> None:
 
     What can be wrong besides the models comes first, the port too: they take long to load for nothing.
     """
-    if not settings.models:
-        raise BadInput("no model to serve; give at least one: --model NAME=MODEL")
+    if not settings.models and not settings.engine:
+        raise BadInput("no model to serve; give at least one: --model NAME=MODEL, or --engine vllm=URL")
     if settings.keys:
         Keys.read(settings.keys)
     spans = open_spans(settings.otlp_endpoint, os.environ)

@@ -6,13 +6,14 @@ that say why.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
 from kvlingo.confidence import Confidence
-from kvlingo.errors import BadInput
+from kvlingo.errors import BadInput, MissingExtra
 from kvlingo.handoff import hand_off
 from kvlingo.jobs import Where
 from kvlingo.language_model import LanguageModel
@@ -20,6 +21,7 @@ from kvlingo.manifest import Manifest
 from kvlingo.models import load_model, quiet_loading
 from kvlingo.serve.disk import Disk
 from kvlingo.serve.engine import Limits, LocalEngine
+from kvlingo.serve.protocol import Engine
 from kvlingo.serve.routing.building import build_router
 from kvlingo.serve.routing.routed import RoutedEngine
 from kvlingo.serve.routing.rules import Calibrated, Rules, read_rules
@@ -31,14 +33,41 @@ Tell = Callable[[str], None]
 WARM_UP = "Every map is used once, and every kernel that it needs is made ready. " * 8
 
 
-def build_engine(settings: Settings, tell: Tell) -> LocalEngine | RoutedEngine:
+def build_engine(settings: Settings, tell: Tell) -> Engine:
     """Load the engine that the settings describe. What can be wrong with a router or a folder comes first: models take long."""
     rules = read_rules(settings.rules) if settings.rules else Rules()
     router = build_router(settings, rules)
+    engine = find_engine(settings, rules, tell) if settings.engine else load_here(settings, rules, tell)
+    return RoutedEngine(engine, router) if router else engine
+
+
+def find_engine(settings: Settings, rules: Rules, tell: Tell) -> Engine:
+    """Return the engine before servers that run already, or will soon."""
+    try:
+        from kvlingo.serve.remote import RemoteEngine, find_places
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"--engine needs {error.name}: pip install 'kvlingo[serve]'") from error
+    if rules.switches:
+        raise BadInput(
+            f"{settings.rules} has figures of a switch, which were measured in one process, and the engine is vllm; "
+            "leave its tables switch out"
+        )
+    secret = settings.engine_salt.encode() if settings.engine_salt else secrets.token_bytes(32)
+    return RemoteEngine(
+        find_places(settings.engine_urls, settings.engine_key, tell),
+        max_open=settings.max_rows + settings.max_queue,
+        max_bytes=settings.cache_bytes,
+        secret=secret,
+    )
+
+
+def load_here(settings: Settings, rules: Rules, tell: Tell) -> LocalEngine:
+    """Load models and translators into this process."""
     limits = Limits(
         max_rows=settings.max_rows,
         max_queue=settings.max_queue,
         cache_bytes=settings.cache_bytes,
+        part_tokens=settings.part_tokens,
         heal=settings.heal,
         ahead=settings.ahead,
     )
@@ -47,7 +76,7 @@ def build_engine(settings: Settings, tell: Tell) -> LocalEngine | RoutedEngine:
     if disk is not None:
         tell(f"kept caches: {len(disk)} in {settings.cache_dir}, {disk.num_bytes / 1e6:,.1f} MB")
     try:
-        engine = load_engine(
+        return load_engine(
             settings.models,
             settings.translators,
             where=where,
@@ -60,7 +89,6 @@ def build_engine(settings: Settings, tell: Tell) -> LocalEngine | RoutedEngine:
         if disk is not None:
             disk.close()
         raise
-    return RoutedEngine(engine, router) if router else engine
 
 
 def load_engine(

@@ -114,11 +114,11 @@ class Begun:
 
 @dataclass(frozen=True)
 class TokenInfo:
-    """One chosen token, its log-probability, and the likeliest tokens in its place."""
+    """One chosen token, its log-probability, and the likeliest in its place. `bytes`: None where its text does not tell."""
 
     id: int
     text: str
-    bytes: tuple[int, ...]
+    bytes: tuple[int, ...] | None
     logprob: float
     top: tuple[tuple[str, float], ...]
 
@@ -156,7 +156,7 @@ class Done:
     """Told last.
 
     Fields:
-        queue_ms: of the time to the first token, what passed before the model turned to the request.
+        queue_ms: what passed before the model turned to the request; of an answer of several, before each turn together.
         parts: who did what, where several models said one answer.
     """
 
@@ -172,12 +172,18 @@ Event = Begun | Piece | Done
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """One model of an engine. `max_tokens` bounds prompt and answer together; None: unknown."""
+    """One model of an engine.
+
+    Fields:
+        max_tokens: bounds prompt and answer together; None: unknown.
+        vocabulary: the same for two models whose token ids mean the same; None: unknown.
+    """
 
     name: str
     max_tokens: int | None
     created: int
     can_be_target: bool
+    vocabulary: str | None = None
 
 
 class UnknownModel(KeyError):
@@ -205,9 +211,23 @@ class Busy(Exception):
 class Unavailable(Exception):
     """The engine is shutting down: 503."""
 
-    def __init__(self, retry_after_s: float) -> None:
-        super().__init__(f"the server is shutting down; try again in {retry_after_s:g} s")
+    def __init__(self, retry_after_s: float, why: str = "the server is shutting down") -> None:
+        super().__init__(f"{why}; try again in {retry_after_s:g} s")
         self.retry_after_s = retry_after_s
+
+
+class Away(Unavailable):
+    """The server of a model, which is another one, takes no requests now: 503."""
+
+    def __init__(self, model: str, retry_after_s: float) -> None:
+        super().__init__(retry_after_s, f"the server of {model} does not answer")
+
+
+class Broken(Exception):
+    """The server of a model, which is another one, answered with something else than an answer: 502."""
+
+    def __init__(self, model: str, why: str) -> None:
+        super().__init__(f"the server of {model} {why}; try again, or ask another model")
 
 
 class TooLong(Exception):
@@ -249,6 +269,10 @@ class Engine(Protocol):
 
     def stats(self) -> Mapping[str, float]:
         """Return counters and gauges."""
+        ...
+
+    async def away(self) -> Sequence[str]:
+        """Return the names of models that can't answer now: where they are served elsewhere, those servers are asked."""
         ...
 
     async def drain(self, timeout_s: float) -> None:

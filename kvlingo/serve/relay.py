@@ -28,6 +28,7 @@ from kvlingo.serve.decoding import Job, Lane, Started
 from kvlingo.serve.duet import Duet, Singer, Turn
 from kvlingo.serve.protocol import Begun, Done, Event
 from kvlingo.serve.switching import Prompt, Switch
+from kvlingo.steps import Steps
 
 Tell = Callable[[Event | Exception], None]
 
@@ -64,6 +65,8 @@ class Relay:
         keep: takes what a model holds.
         count: takes how a model came to know what it goes on from, and whether it is the first of the request.
         asked: when the request came.
+
+    The answer is queued anew at each turn, behind what its tenant asked before; all that waiting is told together.
     """
 
     duet: Duet
@@ -85,10 +88,11 @@ class Relay:
             while duet.finish_reason is None:
                 turn = Turn(duet)
                 lane = self.lanes[turn.singer.name]
-                async with aclosing(heard(lane, partial(self._job, turn), goes_on=turns > 0)) as events:
+                since = time.perf_counter() if turns else self.asked
+                async with aclosing(heard(lane, partial(self._job, turn, since), goes_on=turns > 0)) as events:
                     async for event in events:
                         if isinstance(event, Done):
-                            queue_ms = queue_ms if turns else event.queue_ms
+                            queue_ms += event.queue_ms
                         elif turns == 0 or not isinstance(event, Begun):
                             yield event
                 turns += 1
@@ -97,7 +101,7 @@ class Relay:
         ttft_ms = 1e3 * ((duet.first_at or time.perf_counter()) - self.asked)
         yield Done(duet.finish_reason, duet.completion_tokens, ttft_ms, queue_ms, duet.parts)
 
-    def _job(self, turn: Turn, tell: Tell) -> Job:
+    def _job(self, turn: Turn, since: float, tell: Tell) -> Job:
         request = self.prompts[turn.singer.name].request
         return Job(
             tenant=request.tenant,
@@ -106,7 +110,7 @@ class Relay:
             tell=tell,
             keep=partial(self._rest, turn),
             voice=turn,
-            submitted=self.asked,
+            submitted=since,
         )
 
     def _leave(self) -> None:
@@ -118,7 +122,7 @@ class Relay:
 
     # --- the worker's thread of the model whose turn it is ---
 
-    def _begin(self, turn: Turn) -> Started:
+    def _begin(self, turn: Turn) -> Steps[Started]:
         """Let a model catch up with the answer."""
         with self._at_rest:
             self._singing = turn.singer
@@ -129,7 +133,7 @@ class Relay:
             started = Started(singer.state, logits, _read(singer, len(unread)))
         else:
             self._keep_all()  # a translator and the singer itself find there what each has read
-            started = self.switch.start(self._prompt_of(singer))
+            started = yield from self.switch.start(self._prompt_of(singer))
             self.keep(
                 self.prompts[singer.name], started.state
             )  # for those who ask the same before the answer is finished
@@ -139,9 +143,10 @@ class Relay:
         return started
 
     def _reads_up_to(self, singer: Singer) -> float:
-        """Return how many tokens the model reads without asking what a translation costs; its own last token never asks."""
+        """Return how many tokens the model reads at once without asking what a translation costs; its own last one never asks."""
         other = self.duet.other(singer)
-        return max(1, self.switch.reads_up_to(self.prompts[singer.name].request.dial.mode, other.name, singer.name))
+        unasked = self.switch.reads_up_to(self.prompts[singer.name].request.dial.mode, other.name, singer.name)
+        return max(1, min(unasked, self.switch.part_tokens))
 
     def _prompt_of(self, singer: Singer) -> Prompt:
         """Return the prompt with the answer so far, and the other's reading of both."""

@@ -15,7 +15,9 @@ from typing import Any, ClassVar
 from kvlingo.errors import BadInput
 from kvlingo.serve.calls import Call, Calls, Said
 from kvlingo.serve.protocol import (
+    Away,
     Begun,
+    Broken,
     Busy,
     Done,
     Event,
@@ -95,6 +97,8 @@ def fault_of(error: BaseException, prompt_field: str = "messages") -> Fault:
     """Return what a client is told of an error. Of one that nobody foresaw only that it happened: its text may hold a prompt."""
     bad = "invalid_request_error"
     match error:
+        case Unavailable() | Broken() | Busy():
+            return fault_of_server(error)
         case Refused():
             return Fault(400, bad, str(error), error.param, error.code)
         case BadBody():
@@ -107,15 +111,22 @@ def fault_of(error: BaseException, prompt_field: str = "messages") -> Fault:
             return Fault(400, bad, str(error), prompt_field, "context_length_exceeded")
         case Unsupported():
             return Fault(400, bad, str(error), error.param, "unsupported_parameter")
-        case Busy():
-            return Fault(429, "rate_limit_error", str(error), None, "queue_full", error.retry_after_s)
-        case Unavailable():
-            return Fault(503, "server_error", str(error), None, "shutting_down", error.retry_after_s)
         case BadInput():
             return Fault(400, bad, str(error), prompt_field, "invalid_value")
     return Fault(
         500, "server_error", "something went wrong in the server; its log has the request's id", None, "internal"
     )
+
+
+def fault_of_server(error: Busy | Unavailable | Broken) -> Fault:
+    """Return what a client is told of a server, this one or a model's, that can't answer now."""
+    match error:
+        case Busy():
+            return Fault(429, "rate_limit_error", str(error), None, "queue_full", error.retry_after_s)
+        case Broken():
+            return Fault(502, "server_error", str(error), None, "model_broken")
+    code = "model_unavailable" if isinstance(error, Away) else "shutting_down"
+    return Fault(503, "server_error", str(error), None, code, error.retry_after_s)
 
 
 # --- what the engine told --------------------------------------------------------------------------------------------
@@ -335,7 +346,8 @@ def chat_call(call: Call) -> Json:
 def chat_logprob(token: TokenInfo) -> Json:
     """Return one token's entry."""
     top = [{"token": text, "logprob": finite(value), "bytes": bytes_of(text)} for text, value in token.top]
-    return {"token": token.text, "logprob": finite(token.logprob), "bytes": list(token.bytes), "top_logprobs": top}
+    told = None if token.bytes is None else list(token.bytes)
+    return {"token": token.text, "logprob": finite(token.logprob), "bytes": told, "top_logprobs": top}
 
 
 def bytes_of(text: str) -> list[int] | None:

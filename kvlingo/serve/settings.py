@@ -15,6 +15,7 @@ from typing import Any
 from kvlingo.errors import BadInput
 
 PREFIX = "KVLINGO_"
+VLLM = "vllm="
 ROUTERS = ("explicit", "threshold", "cascade", "learned", "token")
 CACHE_DISK_BYTES = 8 << 30
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -26,12 +27,16 @@ class Settings:
 
     Fields:
         models: name → hub id, folder or .gguf file.
+        engine: `vllm=URL,URL`: the models are those that these vLLM servers serve, and none is loaded here.
+        engine_key: what those servers ask for as their API key. No flag: a command line can be read by others.
+        engine_salt: what whose a cache is over there is made from; the same again, and caches outlive a restart of this server.
         translators: folders that `kvlingo fit` wrote.
         keys: file of API keys' hashes (`keys.py`); None: no key is asked for.
         anyone: listen on the network without keys.
         rate_per_minute: requests a key may send; None: no limit.
         max_open: requests of one key that are read or answered at once.
         max_rows, max_queue: choices that decode together, and choices of one key that wait, for each model.
+        part_tokens: of a prompt, read or translated at once, between two tokens of other answers.
         cache_bytes: of what all conversations were read as.
         cache_dir, cache_disk_bytes: where what memory has no room for is kept, and what it may take there (8 GiB unless told).
         max_tokens: of an answer whose request names none.
@@ -49,6 +54,9 @@ class Settings:
     """
 
     models: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    engine: str | None = None
+    engine_key: str | None = dataclasses.field(default=None, repr=False)
+    engine_salt: str | None = dataclasses.field(default=None, repr=False)
     translators: tuple[Path, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
@@ -60,6 +68,7 @@ class Settings:
     max_open: int = 256
     max_rows: int = 8
     max_queue: int = 64
+    part_tokens: int = 512
     cache_bytes: int = 2 << 30
     router: str = "explicit"
     rules: Path | None = None
@@ -86,6 +95,7 @@ class Settings:
             "max_open",
             "max_rows",
             "max_queue",
+            "part_tokens",
             "cache_bytes",
             "cache_disk_bytes",
         )
@@ -108,6 +118,32 @@ class Settings:
                 f"give --keys FILE, or --anyone if that is meant"
             )
         self._check_router()
+        self._check_engine()
+
+    @property
+    def engine_urls(self) -> tuple[str, ...]:
+        """Return the vLLM servers' URLs; none where the models are loaded here."""
+        urls = (self.engine or "").removeprefix(VLLM).split(",")
+        return tuple(url.strip().rstrip("/") for url in urls if url.strip())
+
+    def _check_engine(self) -> None:
+        if self.engine is None:
+            needless = next((name for name in ("engine_key", "engine_salt") if getattr(self, name) is not None), None)
+            if needless:
+                raise BadInput(f"{needless} is for --engine; give that too, or leave it out")
+            return
+        urls = self.engine_urls
+        if not self.engine.startswith(VLLM) or not all(url.startswith(("http://", "https://")) for url in urls):
+            raise BadInput(f"engine is {self.engine!r}; give vllm=URL,URL like vllm=http://127.0.0.1:8001")
+        if not urls or len(set(urls)) < len(urls):
+            raise BadInput(f"engine is {self.engine!r}; give each server's URL once")
+        for name in ("models", "translators", "cache_dir", "heal", "ahead", "dtype", "device"):
+            if getattr(self, name):
+                raise BadInput(f"{name} is for models that are loaded here, and the engine is vllm; leave one out")
+        if self.router == "token":
+            raise BadInput(
+                "the router token needs both models in this process, and the engine is vllm; choose another router"
+            )
 
     @property
     def routed_models(self) -> tuple[str, str]:
@@ -130,7 +166,7 @@ class Settings:
         if small == big:
             raise BadInput(f"--small and --big are both {small!r}; a router chooses between two models")
         missing = next((name for name in (small, big) if name not in self.models), None)
-        if missing:
+        if missing and self.engine is None:  # else the servers are asked what they serve (`routed`)
             raise BadInput(
                 f"the router {self.router} chooses between {small!r} and {big!r}, and {missing!r} is not served; "
                 "name the two with --small and --big"
@@ -250,6 +286,9 @@ def named(value: Any) -> dict[str, str]:
 
 READERS: dict[str, Callable[[Any], Any]] = {
     "models": named,
+    "engine": text,
+    "engine_key": text,
+    "engine_salt": text,
     "translators": paths,
     "host": text,
     "port": whole,
@@ -261,6 +300,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "max_open": whole,
     "max_rows": whole,
     "max_queue": whole,
+    "part_tokens": whole,
     "cache_bytes": whole,
     "router": text,
     "rules": path,

@@ -11,27 +11,30 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from kvlingo.cache import can_cut, fork, truncate
+from kvlingo.cache import can_cut, fork, full_cache, truncate
 from kvlingo.calibration import handoff_cost, read_cost
 from kvlingo.confidence import Confidence
 from kvlingo.cost import HandoffCost, Rates, TargetCost, handoff_flops, handoff_s, pass_flops, pass_s
 from kvlingo.errors import KVLingoError, UnsupportedCache
-from kvlingo.handoff import Conversation, HandOff, ModelState, hand_off, read_conversation, refuse_target
-from kvlingo.language_model import LanguageModel, prefill
-from kvlingo.plan import HandoffPlan, SpanKind, reprefill_plan
+from kvlingo.handoff import Conversation, HandOff, ModelState, hand_off_in_parts, read_conversation, refuse_target
+from kvlingo.language_model import LanguageModel, prefill_in_parts, reads_in_parts
+from kvlingo.plan import HandoffPlan, Span, SpanKind, reprefill_plan
 from kvlingo.reading import Reading, first_tokens
 from kvlingo.serve.decoding import Started
 from kvlingo.serve.protocol import Begun, Dial, Message, Mode, Request
-from kvlingo.serve.sessions import Match, Place, Sessions, Snapshot
+from kvlingo.serve.sessions import Match, Place, Sessions, Snapshot, common
 from kvlingo.serve.shelf import Shelf
+from kvlingo.steps import Steps, finished
 from kvlingo.translator import Translator
 
 LOG = logging.getLogger(__name__)
 REPREFILL_UP_TO = 512
 TRANSLATE_FROM = 2048
+PART_TOKENS = 512
 READ = "the model read it"
 
 
@@ -133,8 +136,30 @@ class Offer:
     unread: int
 
 
+@dataclass(frozen=True, eq=False)
+class _Underway:
+    """A prompt that a model is reading, part by part, after the `native` tokens that it held, whose spans are `earlier`."""
+
+    place: Place
+    reading: Reading
+    cache: Any
+    native: int
+    earlier: Sequence[Span]
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens have been read by now."""
+        return int(self.cache.get_seq_length())
+
+    @property
+    def state(self) -> ModelState:
+        """Return what the model holds by now."""
+        spans = reprefill_plan(self.tokens, READ, native=self.native, earlier=self.earlier).spans
+        return ModelState(first_tokens(self.reading, self.tokens), self.cache, spans)
+
+
 class Switch:
-    """Brings a target to hold a prompt.
+    """Brings a target to hold a prompt, in steps of at most `part_tokens` tokens.
 
     Args:
         sides: all models by the names they are served by.
@@ -148,9 +173,13 @@ class Switch:
         sessions: Sessions,
         rule: Rule,
         shelf: Shelf | None = None,
+        part_tokens: int = PART_TOKENS,
     ) -> None:
         self._sides, self._links, self._sessions, self._rule = sides, tuple(links), sessions, rule
-        self._shelf = shelf
+        self._shelf, self.part_tokens = shelf, part_tokens
+        # What each model is reading now; only the thread that the model runs on looks there.
+        self._underway = {name: list[_Underway]() for name in sides}
+        self._reads_anew = {name for name, side in sides.items() if side.lm.target_refusal and not side.lm.goes_on}
 
     def recall(self, prompt: Prompt) -> None:
         """Bring into memory what is on disk and spares reading. Takes as long as a disk does: not where a model decodes."""
@@ -193,22 +222,38 @@ class Switch:
             if state is not None:
                 self._sessions.keep(place, state, source.geometry)
 
-    @torch.no_grad()
-    def start(self, prompt: Prompt) -> Started:
+    def start(self, prompt: Prompt) -> Steps[Started]:
         """Return a state that holds the whole prompt, and the logits of the next token."""
         target, dial = self._sides[prompt.request.model], prompt.request.dial
-        own = self._own(prompt, target)
+        own = yield from self._awaited(prompt, target)
         native = own.tokens if own else 0
         offers, reason = ([], None) if dial.mode == "reprefill" else self._offers(prompt, target, native)
         offer = max(offers, key=lambda o: o.spared, default=None)
         if offer is None and dial.mode == "translate" and reason is None and native < len(prompt.reading) - 1:
             reason = f"no model with a translator to {target.name} has read more of this conversation"
         if offer is None or not self._pays(offer, target, len(prompt.reading), native, dial):
-            return self._read_on(prompt, target, own, reason)
+            return (yield from self._read_on(prompt, target, own, reason))
         try:
-            return self._translate(prompt, target, offer, own, dial)
+            return (yield from self._translate(prompt, target, offer, own, dial))
         except Exception as error:  # the chat user gets an answer whatever a translator does
-            return self._read_on(prompt, target, own, _told(error))
+            reason = _told(error)
+        return (yield from self._read_on(prompt, target, own, reason))
+
+    def _awaited(self, prompt: Prompt, target: Side) -> Steps[Match | None]:
+        """Return what the target can go on from, once nobody else is just reading more of the same: that is read once."""
+        ids, place = prompt.reading.ids, prompt.place(target.name)
+        while True:
+            own = self._own(prompt, target)
+            shared = [
+                (common(each.reading.ids, ids), each) for each in self._underway[target.name] if each.place == place
+            ]
+            tokens, other = max(shared, key=lambda pair: pair[0], default=(0, None))
+            if other is None or tokens - (own.tokens if own else 0) <= self.part_tokens:
+                return own
+            if other.tokens >= tokens:
+                self._sessions.keep(place, other.state, target.lm.geometry)
+                return self._own(prompt, target)
+            yield
 
     def worth_translating(self, prompt: Prompt) -> tuple[Offer, Match | None] | None:
         """Return what a request for this would be translated from, and what the target holds; None where it would not be.
@@ -235,19 +280,24 @@ class Switch:
     @torch.no_grad()
     def translate_until(self, prompt: Prompt, offer: Offer, state: ModelState | None, tokens: int) -> ModelState | None:
         """Bring the target from what it holds to the first `tokens` tokens of a prompt; None where it can't be translated."""
-        handed = self._hand_off(
-            replace(prompt, reading=first_tokens(prompt.reading, tokens)), offer, state, prompt.request.dial
-        )
+        part = replace(prompt, reading=first_tokens(prompt.reading, tokens))
+        handed = finished(self._hand_off(part, offer, state, prompt.request.dial, None))
         return None if handed.plan.fallback else handed.state
 
     def _own(self, prompt: Prompt, target: Side) -> Match | None:
         """Return the most that the target can go on from; one token is always left to read.
 
-        What a window has slid past can't be gone back to. A re-prefill that was asked for goes on from exact tokens only.
+        What a window has slid past can't be gone back to. A re-prefill that was asked for goes on from exact tokens only. A model
+        that reads several tokens wrongly after what it has read reads all anew, and so does one whose angles are others by now.
         """
+        if target.name in self._reads_anew:
+            return None
+        limit = target.lm.geometry.angle_limit
         ids, most = prompt.reading.ids, len(prompt.reading) - 1
         exact_only = prompt.request.dial.mode == "reprefill"
         found = self._sessions.find(prompt.place(target.name), ids)
+        if limit is not None:
+            found = [m for m in found if (len(m.snapshot.ids) > limit) == (len(ids) > limit)]
         usable = (replace(m, tokens=min(m.exact if exact_only else m.tokens, most)) for m in found)
         whole = (m for m in usable if m.tokens and can_cut(m.snapshot.state.cache, m.tokens, target.lm.geometry))
         return max(whole, key=lambda m: m.tokens, default=None)
@@ -314,8 +364,9 @@ class Switch:
         handing = handoff_s(cost, link.cost, rates, tokens, sink=dial.sink, tail=tail)
         return handing < pass_s(cost, rates.reading, tokens - native, after=native)
 
-    def _translate(self, prompt: Prompt, target: Side, offer: Offer, own: Match | None, dial: Dial) -> Started:
-        handed = self._hand_off(prompt, offer, own.snapshot.state if own else None, dial)
+    def _translate(self, prompt: Prompt, target: Side, offer: Offer, own: Match | None, dial: Dial) -> Steps[Started]:
+        most = self._most(target, prompt)
+        handed = yield from self._hand_off(prompt, offer, own.snapshot.state if own else None, dial, most)
         if handed.plan.fallback and own:
             raise UnsupportedCache(handed.plan.fallback)  # go on from what the target holds instead
         assert handed.logits is not None
@@ -323,12 +374,15 @@ class Switch:
             self._sessions.used(snapshot)
         return Started(handed.state, handed.logits, begun(handed.plan, target.name, offer.link.source))
 
-    def _hand_off(self, prompt: Prompt, offer: Offer, state: ModelState | None, dial: Dial) -> HandOff:
-        return hand_off(
+    def _hand_off(
+        self, prompt: Prompt, offer: Offer, state: ModelState | None, dial: Dial, most: int | None
+    ) -> Steps[HandOff]:
+        return hand_off_in_parts(
             prompt.conversation,
             offer.source.lm,
             self._sides[prompt.request.model].lm,
             offer.link.translator,
+            most=most,
             sink=dial.sink,
             tail=dial.tail,
             source_state=offer.state,
@@ -337,22 +391,51 @@ class Switch:
             confidence=offer.link.confidence,
         )
 
-    def _read_on(self, prompt: Prompt, target: Side, own: Match | None, reason: str | None) -> Started:
-        """Let the target read what it does not hold."""
+    def _most(self, target: Side, prompt: Prompt) -> int | None:
+        """Return how many tokens of a prompt a model takes in at once; None: all, where parts would not fit together."""
+        return self.part_tokens if reads_in_parts(target.lm, len(prompt.reading)) else None
+
+    def _read_on(self, prompt: Prompt, target: Side, own: Match | None, reason: str | None) -> Steps[Started]:
+        """Let the target read what it does not hold; what it has read where it is stopped is kept for the next time."""
         lm, reading, native = target.lm, prompt.reading, own.tokens if own else 0
-        done = prefill(lm, lm.ids(reading.ids[native:]), cache=_cut(own, lm) if own else None, full_length=True)
-        plan = reprefill_plan(len(reading), READ, native=native, earlier=own.snapshot.state.spans if own else ())
+        earlier = own.snapshot.state.spans if own else ()
+        cache = _cut(own, lm) if own else full_cache(lm.model.config)
+        underway = _Underway(prompt.place(target.name), reading, cache, native, earlier)
+        self._underway[target.name].append(underway)
+        try:
+            rest = lm.ids(reading.ids[native:])
+            done = yield from prefill_in_parts(lm, rest, most=self._most(target, prompt), cache=cache)
+        except GeneratorExit:
+            if underway.tokens > native:
+                self._sessions.keep(underway.place, underway.state, lm.geometry)
+            raise
+        finally:
+            self._underway[target.name].remove(underway)
+        plan = reprefill_plan(len(reading), READ, native=native, earlier=earlier)
         if own:
             self._sessions.used(own.snapshot)
         told = begun(replace(plan, fallback=reason), target.name, None)
         return Started(ModelState(reading, done.cache, plan.spans), done.logits[-1], told)
 
 
-def _cut(match: Match, lm: LanguageModel) -> object:
+def _cut(match: Match, lm: LanguageModel) -> Any:
     """Return a cache of a snapshot's first tokens that may grow."""
     if match.tokens == len(match.snapshot.ids):
         return fork(match.snapshot.state.cache)
     return truncate(match.snapshot.state.cache, match.tokens, lm.geometry, lm.model.config)
+
+
+def of_one_angle(lm: LanguageModel, prompt_tokens: int, state: ModelState) -> ModelState:
+    """Return what of a state was read with the angles of its end, or the start of it that was read with those of its beginning.
+
+    An answer that crosses the length at which all angles change is kept up to there: a longer prompt is read anew.
+    """
+    limit, tokens = lm.geometry.angle_limit, int(state.cache.get_seq_length())
+    if limit is None or prompt_tokens > limit or tokens <= limit:
+        return state
+    cut = truncate(state.cache, limit, lm.geometry, lm.model.config)
+    spans = tuple(replace(s, stop=min(s.stop, limit)) for s in state.spans if s.start < limit)
+    return replace(state, reading=first_tokens(state.reading, limit), cache=cut, spans=spans)
 
 
 def moving(lm: LanguageModel) -> str | None:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -35,11 +37,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from kvlingo.errors import BadInput, UnsupportedModel
-from kvlingo.serve.external.carrying import Target, head_range, read_checkpoint, side_of
+from kvlingo.serve.external.carrying import Target, head_range, map_anew, read_checkpoint, side_of
 from kvlingo.serve.external.matching import Matcher, read_link
+from kvlingo.serve.external.opening import open_store
 from kvlingo.serve.external.options import Options, read_options
-from kvlingo.serve.external.scheduling import Arrival, Desk, Load, Orders
-from kvlingo.serve.external.stores import open_store
+from kvlingo.serve.external.scheduling import NO_BLOCK, Arrival, Desk, Load, Orders
+from kvlingo.serve.external.telling import BOARD
 from kvlingo.serve.external.versions import refuse_version
 from kvlingo.serve.external.working import Layers, Worker
 
@@ -53,6 +56,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 IDLE_SECONDS = 0.001
+NULL_BLOCK = 0  # vLLM's block pool keeps this one for "nothing is kept here"
+TOLD = "told"
 MODEL_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -71,8 +76,22 @@ def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
             raise UnsupportedModel(
                 f"{config.model_config.model} has layers with a cache of kind {kind}; it can't be used"
             )
-    if len(groups) != 1:
-        raise BadInput(f"the engine keeps {len(groups)} kinds of blocks; pass --disable-hybrid-kv-cache-manager")
+    if len(groups) > 1:
+        _check_hybrid(config, len(groups))
+
+
+def _check_hybrid(config: VllmConfig, kinds: int) -> None:
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    if transfer.is_kv_producer:
+        raise BadInput(
+            f"the engine keeps {kinds} kinds of blocks and forgets what lies outside a sliding window, so it can't keep whole "
+            f'caches for others; set kv_role to "kv_consumer", or use {KVLingoConnector.__name__} (without the hybrid manager)'
+        )
+    if not read_options(transfer.kv_connector_extra_config).load_async:
+        raise BadInput(
+            f"the engine keeps {kinds} kinds of blocks, and vLLM can't take back a load within a step there; leave load_async on"
+        )
 
 
 def _check_options(config: VllmConfig) -> None:
@@ -142,38 +161,46 @@ class VllmPages:
     Args:
         layers: the attention layers that own keys and values, in the order of the model's geometry.
         block_size: slots of a block as the scheduler counts them; a backend may cut it into several.
+        kinds: per layer which kind of blocks it is kept in; all in one by default.
     """
 
-    def __init__(self, layers: Sequence[Any], block_size: int) -> None:
+    def __init__(self, layers: Sequence[Any], block_size: int, kinds: Sequence[int] | None = None) -> None:
         self._layers, self._block_size = layers, block_size
+        self._kinds = kinds or [0] * len(layers)
         self._names = [layer.attn_backend.get_name() for layer in layers]
         for layer, name in zip(layers, self._names, strict=True):
             if name not in READERS or not hasattr(layer.impl, "do_kv_cache_update"):
                 raise BadInput(f"the attention backend {name} is not known here; choose one of {', '.join(READERS)}")
 
+    def first_held(self, blocks: Sequence[Sequence[int]]) -> list[int]:
+        """See `working.Pages`."""
+        missing = [next((i for i, block in enumerate(row) if block != NO_BLOCK), len(row)) for row in blocks]
+        return [missing[kind] * self._block_size for kind in self._kinds]
+
     @torch.inference_mode()
-    def write(self, layers: Iterable[tuple[Tensor, Tensor]], blocks: Sequence[int], start: int) -> None:
+    def write(self, layers: Iterable[tuple[Tensor, Tensor]], blocks: Sequence[Sequence[int]], stop: int) -> None:
         """See `working.Pages`."""
         device = self._layers[0].kv_cache.device
         with beside(device):
-            slots: Tensor | None = None
-            for layer, (keys, values) in zip(self._layers, layers, strict=True):
-                if slots is None:
-                    slots = self._slots(blocks, start, start + len(keys)).to(device)
+            slots: dict[tuple[int, int], Tensor] = {}
+            for layer, kind, (keys, values) in zip(self._layers, self._kinds, layers, strict=True):
+                if (kind, len(keys)) not in slots:
+                    slots[kind, len(keys)] = self._slots(blocks[kind], stop - len(keys), stop).to(device)
                 keys, values = (x.to(device, layer.kv_cache.dtype) for x in (keys, values))
-                layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+                layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots[kind, len(keys)])
 
     @torch.inference_mode()
     def read(self, blocks: Sequence[int], tokens: int) -> Layers:
         """See `working.Pages`."""
-        found: Layers = []
         with beside(self._layers[0].kv_cache.device):
-            for layer, name in zip(self._layers, self._names, strict=True):
-                inner = layer.kv_cache.shape[2]
-                places = self._slots(blocks, 0, tokens)[::inner] // inner
-                pair = READERS[name](layer, places.to(layer.kv_cache.device))
-                found.append(tuple(_by_tokens(x, tokens) for x in pair))  # type: ignore[arg-type]
-        return found
+            return [self._read(index, blocks, tokens) for index in range(len(self._layers))]
+
+    def _read(self, index: int, blocks: Sequence[int], tokens: int) -> tuple[Tensor, Tensor]:
+        layer = self._layers[index]
+        inner = layer.kv_cache.shape[2]
+        places = self._slots(blocks, 0, tokens)[::inner] // inner
+        keys, values = READERS[self._names[index]](layer, places.to(layer.kv_cache.device))
+        return _by_tokens(keys, tokens), _by_tokens(values, tokens)
 
     def _slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
         places = torch.arange(start, stop)
@@ -181,23 +208,30 @@ class VllmPages:
 
     @torch.inference_mode()
     def check(self, last_block: int) -> None:
-        """Write a pattern into a free block, read it back, and clear it. Raises `BadInput`."""
-        pattern: Layers = []
-        for index, layer in enumerate(self._layers):
-            heads, dim = layer.num_kv_heads, layer.head_size
-            size = self._block_size * heads * dim
-            unique = (torch.arange(2 * size) % 251 + index).to(layer.kv_cache.dtype)
-            pattern.append(tuple(x.reshape(self._block_size, heads, dim) for x in unique.chunk(2)))  # type: ignore[arg-type]
-        self.write(pattern, [last_block], 0)
-        found = self.read([last_block], self._block_size)
-        for index, (wrote, got) in enumerate(zip(pattern, found, strict=True)):
-            if not all(torch.equal(a, b) for a, b in zip(wrote, got, strict=True)):
-                raise BadInput(
-                    f"layer {index} ({self._names[index]}) gives back other keys and values than were written: this version "
-                    "keeps blocks in a way that is not known here; see kvlingo vllm-check"
-                )
-        zeros = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in pattern]
-        self.write(zeros, [last_block], 0)
+        """Write a pattern into a free block, read it back, and clear it, for one kind of blocks after the other.
+
+        Layers of several kinds may share memory, in which no block is of two kinds at a time. Raises `BadInput`.
+        """
+        for kind in sorted(set(self._kinds)):
+            own = [index for index, k in enumerate(self._kinds) if k == kind]
+            part = VllmPages([self._layers[index] for index in own], self._block_size)
+            pattern = [part._pattern(index) for index in range(len(own))]
+            part.write(pattern, [[last_block]], self._block_size)
+            for index, wrote, got in zip(own, pattern, part.read([last_block], self._block_size), strict=True):
+                if not all(torch.equal(a, b) for a, b in zip(wrote, got, strict=True)):
+                    raise BadInput(
+                        f"layer {index} ({self._names[index]}) gives back other keys and values than were written: this "
+                        "version keeps blocks in a way that is not known here; see kvlingo vllm-check"
+                    )
+            zeros = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in pattern]
+            part.write(zeros, [[last_block]], self._block_size)
+
+    def _pattern(self, index: int) -> tuple[Tensor, Tensor]:
+        layer = self._layers[index]
+        heads, dim = layer.num_kv_heads, layer.head_size
+        unique = (torch.arange(2 * self._block_size * heads * dim) % 251 + index).to(layer.kv_cache.dtype)
+        keys, values = (x.reshape(self._block_size, heads, dim) for x in unique.chunk(2))
+        return keys, values
 
 
 def _by_tokens(blocks: Tensor, tokens: int) -> Tensor:
@@ -249,7 +283,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class Stats(KVConnectorStats):
-    """Counts of one interval, by their names."""
+    """Counts of one interval, by their names, and under `TOLD` what became of requests."""
 
     def reset(self) -> None:
         """Forget them."""
@@ -257,11 +291,13 @@ class Stats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another interval."""
-        return Stats(dict(Counter(self.data) + Counter(other.data)))
+        told = {**self.data.get(TOLD, {}), **other.data.get(TOLD, {})}
+        counts = Counter(self.reduce()) + Counter(Stats(other.data).reduce())
+        return Stats({**counts, **({TOLD: told} if told else {})})
 
     def reduce(self) -> dict[str, int | float]:
         """Return what is logged."""
-        return dict(self.data)
+        return {what: count for what, count in self.data.items() if what != TOLD}
 
     def is_empty(self) -> bool:
         """Tell whether there is nothing."""
@@ -269,7 +305,10 @@ class Stats(KVConnectorStats):
 
 
 class Figures(KVConnectorPromMetrics):
-    """`vllm:kvlingo_total`, by what happened: requests by status and reason, tokens by kind, caches kept."""
+    """`vllm:kvlingo_total`, by what happened: requests by status and reason, tokens by kind, caches kept.
+
+    Made in the server's process, which is told with the counts what became of streamed requests.
+    """
 
     def __init__(
         self,
@@ -279,6 +318,7 @@ class Figures(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        BOARD.about = about(vllm_config)
         self._counter = self._counter_cls(
             name="vllm:kvlingo",
             documentation="KV-Lingo: what happened, and how often.",
@@ -287,7 +327,8 @@ class Figures(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the counts of one interval."""
-        for what, count in transfer_stats_data.items():
+        BOARD.put(transfer_stats_data.get(TOLD, {}))
+        for what, count in Stats(transfer_stats_data).reduce().items():
             self._counter.labels(*self.per_engine_labelvalues[engine_idx], what).inc(count)
 
 
@@ -295,13 +336,17 @@ class Figures(KVConnectorPromMetrics):
 
 
 class KVLingoConnector(KVConnectorBase_V1):
-    """Both halves of the connector: `role` says which one this is. Workers load what the scheduler has matched."""
+    """Both halves of the connector: `role` says which one this is. Workers load what the scheduler has matched.
+
+    vLLM switches its hybrid cache manager off for it: sliding layers keep every token, as the source of a hand-over has to.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_engine(vllm_config, kv_cache_config)
         self._options = read_options(self._kv_transfer_config.kv_connector_extra_config)
-        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._groups = kv_cache_config.kv_cache_groups
+        self._block_size = block_size_of(self._groups)
         self._num_blocks = kv_cache_config.num_blocks
         self._keeps = bool(self._kv_transfer_config.is_kv_producer)
         if role == KVConnectorRole.SCHEDULER:
@@ -340,13 +385,14 @@ class KVLingoConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Order the load that was promised."""
-        (ids,) = blocks.get_block_ids()
-        self._desk.allocated(request.request_id, ids, num_external_tokens)
+        rows = [[NO_BLOCK if block.is_null else block.block_id for block in row] for row in blocks.blocks]
+        self._desk.allocated(request.request_id, rows, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Metadata:
         """Hand over what has been ordered."""
         if not scheduler_output.total_num_scheduled_tokens and self._desk.waiting():
             time.sleep(IDLE_SECONDS)  # an engine that has nothing else to do asks without a pause
+        self._desk.begin_step(_computed(scheduler_output) if self._desk.has_untold else {})
         return Metadata(self._desk.orders())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -363,7 +409,9 @@ class KVLingoConnector(KVConnectorBase_V1):
         """Tell what the client is told, and whether the blocks are still to be read."""
         held = min(request.num_computed_tokens, request.num_tokens - 1)  # the last token was said, not read
         whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        return self._desk.finished(request.request_id, request.all_token_ids[: max(0, held)], block_ids, whole=whole)
+        ids = request.all_token_ids[: max(0, held)]
+        lost = NULL_BLOCK in block_ids[: -(-len(ids) // self._block_size)]
+        return self._desk.finished(request.request_id, ids, block_ids, whole=whole, lost=lost)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what has been counted since this was asked last."""
@@ -371,7 +419,8 @@ class KVLingoConnector(KVConnectorBase_V1):
             return None
         new = self._desk.counts - self._told_counts
         self._told_counts = Counter(self._desk.counts)
-        return Stats(dict(new)) if new else None
+        told = self._desk.end_step()
+        return Stats({**new, **({TOLD: told} if told else {})}) if new or told else None
 
     # --- the workers' half ---
 
@@ -383,8 +432,11 @@ class KVLingoConnector(KVConnectorBase_V1):
             consumes = self._kv_transfer_config.is_kv_consumer and options.translators
             target = Target(lm, [read_link(t, options) for t in options.translators]) if consumes else None
             side = side_of(lm) if self._keeps else None
+            if target is not None:
+                map_anew(lm, Path(config.model_config.model))
         rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        pages = VllmPages(_layers(config, kv_caches, lm.geometry.cache_layers), self._block_size)
+        layers = _layers(config, kv_caches, lm.geometry.cache_layers)
+        pages = VllmPages(layers, self._block_size, _kinds(layers, self._groups))
         for layer, shape in zip(pages._layers, lm.geometry.layers, strict=True):
             mine = head_range(shape.kv_heads, rank, world)
             if (layer.num_kv_heads, layer.head_size) != (mine.stop - mine.start, shape.key_dim):
@@ -413,7 +465,8 @@ class KVLingoConnector(KVConnectorBase_V1):
         if failed is not None:
             # All of them: what an earlier request of this hand-over has left there is a translation too.
             _, stop = load.carry.plan.translated
-            self._failed_blocks |= set(load.blocks[: (stop - 1) // self._block_size + 1])
+            (blocks,) = load.blocks
+            self._failed_blocks |= set(blocks[: (stop - 1) // self._block_size + 1]) - {NO_BLOCK}
             self._news.failed[load.request] = failed
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -464,6 +517,33 @@ class KVLingoConnector(KVConnectorBase_V1):
         return Figures(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
+class KVLingoHybridConnector(KVLingoConnector, SupportsHMA):
+    """The connector for engines that only go on from kept caches, with vLLM's hybrid cache manager left on.
+
+    Sliding layers keep their window's blocks only, and only those are translated.
+    """
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Tell what the client is told. Blocks of several kinds are never kept (`check_engine`)."""
+        return self.request_finished(request, block_ids[0])
+
+
+def block_size_of(groups: Sequence[Any]) -> int:
+    """Return how many tokens a block holds, as the scheduler counts them. Raises `BadInput` where that differs by kind."""
+    sizes = sorted({group.kv_cache_spec.block_size for group in groups})
+    if len(sizes) != 1:
+        raise BadInput(f"the engine's blocks hold {sizes} tokens, by kind; pass --disable-hybrid-kv-cache-manager")
+    return int(sizes[0])
+
+
+def _kinds(layers: Sequence[Any], groups: Sequence[Any]) -> list[int]:
+    """Return per layer which group of the cache its blocks are of."""
+    kinds = {name: kind for kind, group in enumerate(groups) for name in group.layer_names}
+    return [kinds[layer.layer_name] for layer in layers]
+
+
 def _desk(config: VllmConfig, options: Options, keeps: bool) -> Desk:
     transfer = config.kv_transfer_config
     assert transfer is not None
@@ -475,6 +555,28 @@ def _desk(config: VllmConfig, options: Options, keeps: bool) -> Desk:
     elif not keeps:
         raise BadInput("kv_role is kv_consumer and no translators are given; name the folders that kvlingo fit wrote")
     return Desk(matcher, options, saves=keeps)
+
+
+def about(config: VllmConfig) -> dict[str, Any]:
+    """Say what a server's connector does, for who sends it requests."""
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    options = read_options(transfer.kv_connector_extra_config)
+    servers = getattr(config.parallel_config, "_api_process_count", 1)
+    return {
+        "keeps": bool(transfer.is_kv_producer),
+        "loads": bool(transfer.is_kv_consumer and options.translators),
+        "tells": servers == 1,  # of several processes vLLM sends the figures to one
+        "expires_seconds": options.expires_seconds,
+    }
+
+
+def _computed(scheduler_output: SchedulerOutput) -> dict[str, int]:
+    """Return how many tokens of each request are computed when this step has ended."""
+    cached, scheduled = scheduler_output.scheduled_cached_reqs, scheduler_output.num_scheduled_tokens
+    before = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return {request: tokens + scheduled.get(request, 0) for request, tokens in before.items()}
 
 
 def _salt(request: Request, salt: str | None) -> None:
@@ -522,5 +624,6 @@ def register() -> None:
     With a module path in its options an engine finds it without; but beside other connectors the server's own process asks for
     every child by name, and failed at the first request.
     """
-    if KVLingoConnector.__name__ not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(KVLingoConnector.__name__, __name__, KVLingoConnector.__name__)
+    for name in (KVLingoConnector.__name__, KVLingoHybridConnector.__name__):
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, __name__, name)

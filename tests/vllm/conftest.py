@@ -10,21 +10,45 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from kvlingo.errors import KVLingoError
+from kvlingo.models import load_model
 from kvlingo.serve.external.entries import Entry, describe, new_id, parse
-from kvlingo.serve.external.servers import Server, start_server, transfer_of
-from kvlingo.serve.external.stores import FolderStore
-from kvlingo.serve.external.twins import make_twins
+from kvlingo.serve.external.redis_store import PASSWORD
+from kvlingo.serve.external.servers import HYBRID, Server, start_server, transfer_of
+from kvlingo.serve.external.stores import FolderStore, Store
+from kvlingo.serve.external.twins import (
+    DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    exact_translator,
+    make_twins,
+    no_change,
+)
 from kvlingo.serve.external.versions import installed, refuse_version
 from kvlingo.store import load_translator, save_translator
+from tests.store_servers import RedisServer
 
 HERE = Path(__file__).parent
 STRANGER = "f" * 64  # the fingerprint of a source that does not exist: its translator is wrong, so what leaks is seen
+TEMPLATE = (
+    "{% for message in messages %}### {{ message['role'] }}: {{ message['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}### assistant: {% endif %}"
+)
 LOOKUP_SECONDS, LOAD_SECONDS = 5.0, 4.0
+ADAPTERS, RANK = ("one", "two"), 4
+PIECE = 256  # tokens of a prompt that the server `sync` reads at a time
+REDIS_PASSWORD = "only in the environment"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(
+        key=lambda item: item.path.name == "test_vllm_kills.py"
+    )  # what kills servers comes when nobody needs them
     try:
         refuse_version(installed())
         return
@@ -51,12 +75,36 @@ def write_stranger(made: Path) -> None:
     save_translator(made / "stranger", translator, stranger)
 
 
+def write_own(made: Path) -> None:
+    """Write the translator of the source to itself, which changes nothing."""
+    lm = load_model(made / "source", device="cpu")
+    _, manifest = load_translator(made / "translator")
+    same = exact_translator(lm, lm, no_change(), text=False)
+    save_translator(made / "own", same, replace(manifest, target=manifest.source))
+
+
+def write_adapter(folder: Path, seed: int) -> None:
+    """Write an adapter (LoRA) for the twins, as PEFT does, that changes what they say by much."""
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, torch.Tensor] = {}
+    for layer in range(LAYERS):
+        for name, rows in (("q_proj", HEADS), ("k_proj", KV_HEADS), ("v_proj", KV_HEADS)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=generator) / HIDDEN**0.5
+            weights[f"{at}.lora_B.weight"] = torch.randn(rows * DIM, RANK, generator=generator) / RANK**0.5
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps({**described, "bias": "none", "task_type": "CAUSAL_LM"}))
+
+
 @dataclass
 class Fleet:
     """All servers of a test run, by name."""
 
     place: Path
     running: dict[str, Server] = field(default_factory=dict)
+    redis: RedisServer | None = None
 
     @property
     def store(self) -> FolderStore:
@@ -76,37 +124,73 @@ class Fleet:
 
     def get(self, name: str) -> Server:
         """Return a server by its name; start it where it does not run."""
-        if name not in self.running:
-            self.begin(name)
+        self.begin(name)
         return self.running[name].wait_until_up()
+
+    def both(self, one: str, other: str) -> tuple[Server, Server]:
+        """Return two servers; those that don't run start side by side."""
+        self.begin(one)
+        self.begin(other)
+        return self.get(one), self.get(other)
 
     def begin(self, name: str) -> None:
         """Start a server and don't wait for it."""
         if name not in self.running:
             self.running[name] = getattr(self, f"_{name}")(self.place / f"{name}.log")
 
-    def end(self, name: str) -> None:
-        """Stop a server; the next `get` starts another one."""
-        self.running.pop(name).stop()
+    def end(self, *names: str) -> None:
+        """Stop servers, all at once; the next `get` starts another one."""
+        ended = [self.running.pop(name) for name in names]
+        for server in ended:
+            server.process.terminate()
+        for server in ended:
+            server.stop()
 
-    def _faulty(self, model: Path, log: Path, options: dict[str, Any]) -> Server:
-        environment = {"KVLINGO_TEST_FAULTS": str(self.faults)}
-        return start_server(model, log, options, module="tests.vllm.faulty", environment=environment)
+    def _faulty(self, name: str, log: Path, options: dict[str, Any]) -> Server:
+        """One whose store has faults, and that reads chats: the gateway stands before these two."""
+        return start_server(
+            self.place / "twins" / name,
+            log,
+            options,
+            module="tests.vllm.faulty",
+            environment={"KVLINGO_TEST_FAULTS": str(self.faults)},
+            arguments=["--chat-template", TEMPLATE],
+            name=name,
+        )
 
     def _source(self, log: Path) -> Server:
-        return self._faulty(self.place / "twins" / "source", log, self.options())
+        return self._faulty("source", log, self.options())
 
     def _target(self, log: Path) -> Server:
-        return self._faulty(self.place / "twins" / "target", log, self.options("twins"))
+        return self._faulty("target", log, self.options("twins"))
 
     def _sync(self, log: Path) -> Server:
-        """Loading within a step, and prompts read in pieces."""
+        """Loading within a step, prompts read in pieces, and two adapters."""
+        adapters = [f"{name}={self.place / 'adapters' / name}" for name in ADAPTERS]
+        pieces = ["--max-num-batched-tokens", str(PIECE), "--enable-chunked-prefill"]
         return start_server(
             self.place / "twins" / "target",
             log,
             self.options("twins", load_async=False),
-            arguments=["--max-num-batched-tokens", "256", "--enable-chunked-prefill"],
+            arguments=[*pieces, "--enable-lora", "--max-lora-rank", "8", "--lora-modules", *adapters],
         )
+
+    def _slides(self, log: Path) -> Server:
+        """Sliding and full layers, every token in all of them: it keeps caches, and goes on from its own."""
+        return start_server(self.place / "slides" / "source", log, self.options() | {"translators": self.own("slides")})
+
+    def _hybrid(self, log: Path) -> Server:
+        """The same with vLLM's hybrid cache manager on: sliding layers have their window's blocks only."""
+        transfer = transfer_of(self.options("slides")) | {"kv_connector": HYBRID, "kv_role": "kv_consumer"}
+        return start_server(self.place / "slides" / "target", log, None, transfer=transfer)
+
+    def _window(self, log: Path) -> Server:
+        """A window in every layer: one kind of blocks, which go where the window has passed."""
+        return start_server(self.place / "window" / "target", log, self.options("window"))
+
+    def own(self, made: str) -> list[str]:
+        """Return the translator of a model to itself."""
+        return [str(self.place / made / "own")]
 
     def _multi(self, log: Path) -> Server:
         """With a child beside ours that keeps blocks by their hashes, and so few blocks that it is asked."""
@@ -160,25 +244,37 @@ class Fleet:
     def _target_of_two(self, log: Path) -> Server:
         return self._two_ranks("target", log, self.options("twins"))
 
-    def _producer(self, log: Path) -> Server:
-        """One that will be killed."""
-        return self._source(log)
+    def _with_redis(self, model: str, log: Path, made: str | None) -> Server:
+        assert self.redis is not None
+        return start_server(
+            self.place / "twins" / model,
+            log,
+            self.options(made, store=self.redis.url),
+            environment={PASSWORD: REDIS_PASSWORD},
+        )
+
+    def _source_redis(self, log: Path) -> Server:
+        return self._with_redis("source", log, None)
+
+    def _target_redis(self, log: Path) -> Server:
+        return self._with_redis("target", log, "twins")
 
     def set_faults(self, **faults: Any) -> None:
         """Say what is wrong with the store from now on; nothing by default."""
         self.faults.write_text(json.dumps(faults))
 
-    def relabel(self, key: str, change: Callable[[Entry], Entry]) -> str:
+    def relabel(self, key: str, change: Callable[[Entry], Entry], store: Store | None = None) -> str:
         """Keep a copy of a kept cache under a new id, with something else said of it."""
-        wait_until(lambda: bool(self.store.manifests(key)))  # its client has the id before the cache is put away
-        entry, data, new = parse(self.store.manifests(key)[0], key), self.store.data(key, 0), new_id()
+        store = store or self.store
+        wait_until(lambda: bool(store.manifests(key)))  # its client has the id before the cache is put away
+        entry, data, new = parse(store.manifests(key)[0], key), store.data(key, 0), new_id()
         entry = replace(change(entry), id=new)
-        self.store.put(new, 0, describe(entry), data, max(entry.expires, entry.created + 600))
+        store.put(new, 0, describe(entry), data, max(entry.expires, entry.created + 600))
         return new
 
-    def as_strangers(self, key: str) -> str:
+    def as_strangers(self, key: str, store: Store | None = None) -> str:
         """Return the same cache as one that only the wrong translator reads."""
-        return self.relabel(key, lambda entry: replace(entry, fingerprint=STRANGER))
+        return self.relabel(key, lambda entry: replace(entry, fingerprint=STRANGER), store)
 
 
 @pytest.fixture(scope="session")
@@ -187,16 +283,20 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     make_twins(place / "twins")
     make_twins(place / "others", other_ids=True)
     make_twins(place / "twins16", dtype="bfloat16")
-    for name in ("twins", "others", "twins16"):
+    make_twins(place / "slides", kind="gemma3")
+    make_twins(place / "window", kind="mistral")
+    for name in ("twins", "others", "twins16", "slides", "window"):
         write_stranger(place / name)
+    write_own(place / "slides")
+    for seed, name in enumerate(ADAPTERS):
+        write_adapter(place / "adapters" / name, seed)
     fleet = Fleet(place)
     try:
         for name in ("source", "target"):  # nearly every test needs these; they start side by side
             fleet.begin(name)
         yield fleet
     finally:
-        for name in list(fleet.running):
-            fleet.end(name)
+        fleet.end(*fleet.running)
 
 
 @pytest.fixture(autouse=True)

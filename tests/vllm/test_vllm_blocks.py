@@ -14,6 +14,7 @@ import torch
 from kvlingo.errors import BadInput, UnsupportedModel
 
 HEADS, BLOCKS, SLOTS = 2, 6, 64
+CONNECTORS = ("KVLingoConnector", "KVLingoHybridConnector")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_what_is_written_is_read(connector: Any, isa: str, dtype: torch.dtype, d
     pages = connector.VllmPages([layer], cut * SLOTS)
     tokens, start = 2 * cut * SLOTS - 5, 3
     keys, values = (torch.randn(tokens, HEADS, dim).to(dtype) for _ in "kv")
-    pages.write([(keys, values)], [2, 0], start)
+    pages.write([(keys, values)], [[2, 0]], start + tokens)
     ((got_keys, got_values),) = pages.read([2, 0], start + tokens)
     assert torch.equal(got_keys[start:], keys)
     assert torch.equal(got_values[start:], values)
@@ -119,7 +120,11 @@ def config_of(**changes: Any) -> Any:
         "dtype": torch.float32,
     }
     parts = {
-        "kv_transfer_config": {"kv_load_failure_policy": "recompute"},
+        "kv_transfer_config": {
+            "kv_load_failure_policy": "recompute",
+            "is_kv_producer": False,
+            "kv_connector_extra_config": {"store": "x"},
+        },
         "cache_config": {"cache_dtype": "auto"},
         "parallel_config": {"pipeline_parallel_size": 1},
         "model_config": model,
@@ -160,10 +165,68 @@ def test_what_would_be_wrong_is_refused(connector: Any, changes: dict[str, Any],
         connector.check_engine(config_of(**changes), groups_of(connector, "FullAttentionSpec"))
 
 
-@pytest.mark.parametrize("kinds", [("MLAAttentionSpec",), ("MambaSpec",), ("FullAttentionSpec", "SlidingWindowSpec")])
+@pytest.mark.parametrize("kinds", [("MLAAttentionSpec",), ("MambaSpec",), ("FullAttentionSpec", "MambaSpec")])
 def test_blocks_of_other_kinds_are_refused(connector: Any, kinds: tuple[str, ...]) -> None:
-    with pytest.raises((BadInput, UnsupportedModel), match="kind"):
+    with pytest.raises(UnsupportedModel, match="kind"):
         connector.check_engine(config_of(), groups_of(connector, *kinds))
+
+
+SLIDING = ("FullAttentionSpec", "SlidingWindowSpec")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"is_kv_producer": True}, "kv_consumer"),
+        ({"kv_connector_extra_config": {"store": "x", "load_async": False}}, "load_async"),
+    ],
+)
+def test_a_hybrid_manager_is_refused_for_what_it_can_t_do(connector: Any, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=f"2 kinds of blocks.*{said}"):
+        connector.check_engine(config_of(**changes), groups_of(connector, *SLIDING))
+
+
+def test_a_hybrid_manager_is_taken_where_caches_are_only_gone_on_from(connector: Any) -> None:
+    connector.check_engine(config_of(), groups_of(connector, *SLIDING))
+    factory = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
+    choices = [SimpleNamespace(kv_connector=name, kv_connector_module_path=connector.__name__) for name in CONNECTORS]
+    assert [factory.supports_hma_config(choice) for choice in choices] == [False, True]
+
+
+def test_kinds_of_blocks_of_several_sizes_are_refused(connector: Any) -> None:
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in (128, 64)]
+    with pytest.raises(BadInput, match="64, 128"):
+        connector.block_size_of(groups)
+
+
+@pytest.mark.parametrize("kinds", [[0, 0], [0, 1]])
+def test_layers_of_two_kinds_may_share_their_memory(connector: Any, kinds: list[int]) -> None:
+    """As vLLM lays them out: one tensor for a layer of each kind. In one kind, that is two layers in one place: refused."""
+    first, second = (layer_of("vec", torch.float32, 32) for _ in "ab")
+    second.kv_cache = first.kv_cache
+    pages = connector.VllmPages([first, second], SLOTS, kinds)
+    if kinds == [0, 0]:
+        with pytest.raises(BadInput, match="other keys and values than were written"):
+            pages.check(BLOCKS - 1)
+        return
+    pages.check(BLOCKS - 1)
+    assert not first.kv_cache.any()
+
+
+def test_each_kind_is_written_into_its_own_blocks_and_nothing_into_none(connector: Any) -> None:
+    layers = [layer_of("vec", torch.float32, 32) for _ in "ab"]
+    pages, none = connector.VllmPages(layers, SLOTS, [0, 1]), connector.NO_BLOCK
+    rows = [[3, 1, 5], [none, none, 4]]
+    assert pages.first_held(rows) == [0, 2 * SLOTS]
+    stop = 2 * SLOTS + 7
+    pairs = [tuple(torch.randn(count, HEADS, 32) for _ in "kv") for count in (stop, 7)]
+    pages.write(pairs, rows, stop)
+    (whole, _) = pages.read([3, 1, 5], stop)
+    assert torch.equal(whole[0], pairs[0][0])
+    (_, (keys, values)) = pages.read([4], 7)
+    assert torch.equal(keys, pairs[1][0])
+    assert torch.equal(values, pairs[1][1])
+    assert not layers[1].kv_cache[[0, 1, 2, 3, 5]].any()
 
 
 @pytest.mark.parametrize("version", ["0.16.0", "0.33.0", "0.320.0", "1.0"])

@@ -19,6 +19,12 @@ SAME = 1e-4
 SEEN = 1e-2
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _ahead(fleet: Fleet) -> None:
+    fleet.begin("few")
+    fleet.begin("multi")
+
+
 class Case:
     """One prompt, its wrong translation in the target, and what is true."""
 

@@ -7,13 +7,22 @@ import threading
 from collections.abc import Sequence
 
 import pytest
+import torch
 
+from kvlingo.language_model import read
+from kvlingo.models import load_model
 from kvlingo.serve.external.checking import prompt
+from kvlingo.serve.external.entries import parse, unpack
 from kvlingo.serve.external.servers import Answer, Server
-from tests.vllm.conftest import Fleet, wait_until
+from tests.vllm.conftest import PIECE, Fleet, wait_until
 
 SAME = 1e-4
 SAME_BFLOAT16 = 5e-2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ahead(fleet: Fleet) -> None:
+    fleet.begin("sync")
 
 
 def counted(server: Server) -> dict[str, float]:
@@ -51,8 +60,11 @@ def test_one_token_of_a_prompt_is_computed_and_the_answer_is_the_model_s_own(fle
     key, handed, own = hand_over(fleet, name, ids, SAME)
     target = fleet.get(name)
     later = [*ids, *handed.ids, 9, 8, 7]
+    before = counted(target)
     again = target.complete(later, load=key, count=12)
     assert again.told["prompt"] == {"native": 896, "translated": 9, "recomputed": 4}
+    wait_until(lambda: sum(counted(target).values()) >= sum(before.values()) + len(later))
+    assert counted(target)["local_cache_hit"] - before["local_cache_hit"] == 896, "the prefix cache was not used"
     assert again.far_from(target.complete(later, count=12)) <= SAME
     assert own.ids == handed.ids
 
@@ -78,10 +90,42 @@ def test_a_prompt_that_leaves_the_cache_s_text_is_translated_up_to_there(fleet: 
     assert handed.far_from(target.complete(other)) <= SAME
 
 
+def reads_in_pieces(sync: Server) -> bool:
+    """Tell whether a server's scheduler never gives more than so many tokens to a step, by its own word."""
+    log = sync.log.read_text()
+    return f"'max_num_batched_tokens': {PIECE}" in log and "enable_chunked_prefill=True" in log
+
+
+def test_a_prompt_that_is_read_in_pieces_after_a_translation(fleet: Fleet) -> None:
+    sync, ids = fleet.get("sync"), prompt(1300, seed=8)
+    assert reads_in_pieces(sync)
+    key = fleet.get("source").complete(ids[:500], save=True).told["id"]
+    before = counted(sync)
+    handed = sync.complete(ids, load=key, count=1)
+    assert handed.told["prompt"] == {"native": 0, "translated": 499, "recomputed": 801}
+    wait_until(lambda: sum(counted(sync).values()) >= sum(before.values()) + len(ids))
+    assert counted(sync)["local_compute"] - before["local_compute"] == 800 > 3 * PIECE
+    own = sync.complete(ids, count=1)
+    assert own.cached == 0
+    assert handed.far_from(own) <= SAME
+
+
+def test_what_was_read_in_pieces_is_kept_whole(fleet: Fleet) -> None:
+    sync, ids = fleet.get("sync"), prompt(3 * PIECE + 132, seed=9)
+    assert reads_in_pieces(sync)
+    key = sync.complete(ids, save=True, count=1).told["id"]
+    wait_until(lambda: bool(fleet.store.manifests(key)))
+    kept = parse(fleet.store.manifests(key)[0], key)
+    lm = load_model(fleet.place / "twins" / "target", device="cpu")
+    own, kv = read(lm, lm.ids(ids)), unpack(kept, fleet.store.data(key, 0))
+    for mine, theirs in zip((*own.keys, *own.values), (*kv.keys, *kv.values), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
+
+
 def test_bfloat16_is_within_rounding(fleet: Fleet) -> None:
     """Greedy answers of random models part at the first close call: the first token's distribution is compared."""
     ids = prompt(300, seed=5)
-    source, target = fleet.get("source16"), fleet.get("target16")
+    source, target = fleet.both("source16", "target16")
     key = source.complete(ids, save=True, count=1).told["id"]
     handed = target.complete(ids, load=key, count=1)
     own = target.complete(ids, count=1)
@@ -90,8 +134,7 @@ def test_bfloat16_is_within_rounding(fleet: Fleet) -> None:
     wrong = target.complete(ids, load=fleet.as_strangers(key), count=1)
     assert wrong.told["status"] == "applied"
     assert wrong.far_from(own) > SAME_BFLOAT16
-    for name in ("source16", "target16"):
-        fleet.end(name)
+    fleet.end("source16", "target16")
 
 
 @pytest.mark.parametrize("name", ["target", "sync"])
@@ -108,7 +151,7 @@ def test_a_wrong_translator_is_seen(fleet: Fleet, name: str) -> None:
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
 def test_two_ranks_on_each_side(fleet: Fleet) -> None:
     """Each rank keeps its heads and loads its own; a cache of two ranks serves one, and the other way round."""
-    source, target = fleet.get("source_of_two"), fleet.get("target_of_two")
+    source, target = fleet.both("source_of_two", "target_of_two")
     one_source, one_target = fleet.get("source"), fleet.get("target")
     ids = prompt(300, seed=7)
     key = source.complete(ids, save=True).told["id"]
@@ -123,8 +166,7 @@ def test_two_ranks_on_each_side(fleet: Fleet) -> None:
     (fleet.store.folder / f"{key}.1.json").unlink()
     half = target.complete([*ids[:-1], 3], load=key)
     assert half.told["status"] == "fallback_reprefill"
-    for name in ("source_of_two", "target_of_two"):
-        fleet.end(name)
+    fleet.end("source_of_two", "target_of_two")
 
 
 def test_other_ids_of_the_same_text_and_requests_that_push_each_other_out(fleet: Fleet) -> None:
@@ -144,6 +186,7 @@ def test_other_ids_of_the_same_text_and_requests_that_push_each_other_out(fleet:
         assert one.told["prompt"]["translated"] == 498
         assert one.far_from(own) <= SAME
         assert many.far_from(own) <= SAME
+    fleet.end("few")
 
 
 def all_at_once(target: Server, prompts: Sequence[Sequence[int]], keys: Sequence[str]) -> list[Answer]:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from kvlingo.cache import KV, concat
 from kvlingo.errors import IncompatiblePair, UnsupportedModel
 from kvlingo.geometry import Geometry
 from kvlingo.handoff import assemble, first_source_token
+from kvlingo.handoff import translate as translate_middle
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.manifest import ModelCard
 from kvlingo.models import load_model
@@ -50,10 +53,29 @@ def read_checkpoint(name: str, dtype: torch.dtype) -> LanguageModel:
     return load_model(name, device="cpu", dtype=dtype)
 
 
+def map_anew(lm: LanguageModel, folder: Path) -> int:
+    """Let go of what was read of a checkpoint: weights that stand in its files as they are used are mapped from there anew.
+
+    Such weights are pages of files: they take memory as far as they are read, other processes share them, and the system takes
+    them back when it needs to. Loading, probing and checking have read all; a hand-over reads rows of the embedding, the first
+    layer, and the others only for first tokens that nobody knows beforehand. Returns the bytes that were let go.
+    """
+    weights, let_go = dict(lm.model.named_parameters()), 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            for name in weights.keys() & set(opened.keys()):
+                mapped, weight = opened.get_tensor(name), weights[name]
+                if (mapped.dtype, mapped.shape) == (weight.dtype, weight.shape):
+                    weight.data = mapped
+                    let_go += mapped.nbytes
+    return let_go
+
+
 class Target:
     """The target's own part of a hand-over, and the translators to it.
 
-    An engine without a hybrid cache manager keeps every token in every layer, sliding ones too: here no layer has a window.
+    An engine tells by its blocks which tokens a sliding layer keeps (all, without a hybrid cache manager), and reads first tokens
+    that are left to the worker in full: here no layer has a window.
     Raises `IncompatiblePair` or `UnsupportedModel` for a model that the translators were not fitted on.
     """
 
@@ -66,6 +88,8 @@ class Target:
         self.lm = replace(lm, geometry=replace(lm.geometry, layers=layers))
         self._special = frozenset(lm.tokenizer.all_special_ids)
         self._heads: dict[tuple[int, ...], KV] = {}
+        if lm.tokenizer.bos_token_id is not None:
+            self.head((lm.tokenizer.bos_token_id,))  # before `map_anew`: all layers are read for it
 
     def head(self, ids: Sequence[int]) -> KV:
         """Return the target's own position-free KV of a prompt's first few tokens.
@@ -119,21 +143,35 @@ def fetch(store: Store, key: str, tenant: str) -> tuple[Entry, KV]:
 
 
 @torch.no_grad()
-def translate(carry: Carry, entry: Entry, source: KV, target: Target) -> KV:
-    """Return the target's position-free KV of the tokens from `carry.native` to the end of the translated ones."""
+def translate(carry: Carry, entry: Entry, source: KV, target: Target, first_held: Sequence[int]) -> KV:
+    """Return the target's position-free KV of the tokens from `carry.native` to the end of the translated ones.
+
+    `first_held`: per layer how many first tokens the engine has no place for: they lie outside a sliding window.
+    """
     translator = target.translators[carry.digest]
     start, stop = carry.plan.translated
     offset = first_source_token(translator.config, carry.alignment[start], entry.translated_until)
-    kv = assemble(
-        carry.plan,
+    known = (
         target.lm,
         translator,
         source.narrow(offset, source.tokens) if translator.config.reads_source else None,
         alignment_tensor(carry.alignment) - offset,
         torch.tensor(carry.ids, dtype=torch.long),
-        prefix=_prefix(carry, target),
     )
-    return kv.narrow(carry.native, stop)
+    middle = translate_middle(carry.plan, *known, skip=[max(0, first - start) for first in first_held])
+    kv = assemble(carry.plan, *known, prefix=_prefix(carry, target), middle=middle)
+    return last_tokens(kv, [stop - max(first, carry.native) for first in first_held], stop - carry.native)
+
+
+def last_tokens(kv: KV, counts: Sequence[int], tokens: int) -> KV:
+    """Return the last `tokens` tokens, of which each layer holds its last `counts`; it has to hold so many."""
+
+    def cut(x: Tensor, count: int) -> Tensor:
+        return x[:, :, x.shape[2] - count :]
+
+    keys = (cut(x, count) for x, count in zip(kv.keys, counts, strict=True))
+    values = (cut(x, count) for x, count in zip(kv.values, counts, strict=True))
+    return KV(tuple(keys), tuple(values), tokens)
 
 
 def _prefix(carry: Carry, target: Target) -> KV | None:
@@ -157,10 +195,11 @@ def _hollow(lm: LanguageModel, tokens: int) -> KV:
 
 
 def placed(kv: KV, rotary: Rotary, start: int, heads: Sequence[slice]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each layer's keys and values of some of its heads, [tokens, heads, dim], rotated for positions from `start` on."""
-    rotary, positions = rotary.for_one_pass(), torch.arange(start, start + kv.tokens)
+    """Yield each layer's keys and values of some of its heads, [held, heads, dim], rotated for positions from `start` on."""
+    rotary, stop = rotary.for_one_pass(), start + kv.tokens
+    positions = {held: torch.arange(stop - held, stop) for held in set(map(kv.held, range(len(kv))))}
     for layer, (mine, free_keys, free_values) in enumerate(zip(heads, kv.keys, kv.values, strict=True)):
-        keys, values = rotary.apply(free_keys[:, mine], free_values[:, mine], layer, positions)
+        keys, values = rotary.apply(free_keys[:, mine], free_values[:, mine], layer, positions[kv.held(layer)])
         yield keys[0].transpose(0, 1).contiguous(), values[0].transpose(0, 1).contiguous()
 
 

@@ -30,7 +30,7 @@ from kvlingo.translator import TranslatorConfig
 
 POLL_SECONDS = 0.05
 PARAMS = "kvlingo"
-KNOWN = {"load", "mapper", "save", "source_contents", "target_contents"}
+KNOWN = {"load", "mapper", "save", "source_contents", "target_contents", "tell"}
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Wish:
         key: under which id; None for one that is drawn.
         mapper: the translator that has to be used, by its folder's name or its weights' hash; None for whichever fits.
         source_contents, target_contents: where contents are in the bytes of both sides' tokens, where the tokenizers differ.
+        tell: a name under which the server's process is told at the first token what became of the request (`telling`).
     """
 
     load: str | None = None
@@ -73,6 +74,7 @@ class Wish:
     mapper: str | None = None
     source_contents: tuple[tuple[int, int], ...] | None = None
     target_contents: tuple[tuple[int, int], ...] | None = None
+    tell: str | None = None
 
 
 def read_wish(params: object) -> Wish | None:
@@ -84,7 +86,7 @@ def read_wish(params: object) -> Wish | None:
         raise Refused(
             "bad_request", f"kv_transfer_params.{PARAMS} may hold {', '.join(sorted(KNOWN))}", unsupported=True
         )
-    load, save = asked.get("load"), asked.get("save", False)
+    load, save, tell = asked.get("load"), asked.get("save", False), asked.get("tell")
     return Wish(
         None if load is None else checked_id(load),
         save is not False,
@@ -92,6 +94,7 @@ def read_wish(params: object) -> Wish | None:
         asked.get("mapper"),
         _ranges(asked.get("source_contents")),
         _ranges(asked.get("target_contents")),
+        None if tell is None else checked_id(tell),
     )
 
 

@@ -14,7 +14,7 @@ class Options:
     """All options.
 
     Fields:
-        store: where kept caches are, a folder that all engines see.
+        store: where kept caches are: a folder that all engines see, or the URL of a server (`opening`).
         translators: folders that `kvlingo fit` wrote, to this engine's model; none for an engine that only saves.
         max_bytes, expires_seconds: how much is kept, and for how long.
         sink, tail: first and last tokens that are never translated.
@@ -59,7 +59,9 @@ def read_options(given: Mapping[str, Any]) -> Options:
     if unknown:
         raise BadInput(f"unknown option {unknown[0]!r}; known are {', '.join(kinds)}")
     if "store" not in given:
-        raise BadInput("no store is given; name a folder that both engines see: kv_connector_extra_config.store")
+        raise BadInput(
+            "no store is given; name a folder that both engines see, or a server: kv_connector_extra_config.store"
+        )
     return Options(**{name: _typed(name, kinds[name], value) for name, value in given.items()})
 
 

@@ -14,7 +14,7 @@ import hmac
 import json
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,9 @@ from kvlingo.serve.external.threads import Job, Threads
 
 APPLIED = "applied"
 SALT_PREFIX = "kvlingo:"
+NO_BLOCK = -1
+MOST_STEPS = 16
+"""So many steps of an engine are under way at most; one that is never ended is taken for ended then."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Load:
-    """An order to a worker: translate, and write the tokens from `carry.native` on into these blocks."""
+    """An order to a worker: translate, and write the tokens from `carry.native` on into these blocks.
+
+    `blocks` are one row for each kind of blocks that the engine keeps, from the first token on; `NO_BLOCK` stands where a layer
+    with a window keeps nothing any more.
+    """
 
     request: str
     carry: Carry
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,9 @@ class Desk:
         self._cases: dict[str, Case] = {}
         self._orders = Orders()
         self._loading: set[str] = set()
+        self._untold: set[str] = set()
+        self._steps = deque[list[str]]()
+        self._news: dict[str, dict[str, Any]] = {}
         self.counts = Counter[str]()
 
     # --- a request comes ---
@@ -129,6 +139,8 @@ class Desk:
             return None
         case = Case(arrival, wish, time.monotonic() + self.options.lookup_seconds)
         self._cases[arrival.id] = case
+        if wish.tell is not None:
+            self._untold.add(arrival.id)
         if wish.load is None:
             return None
         case.refused = self._unusable(arrival)
@@ -202,8 +214,8 @@ class Desk:
 
     # --- it is given blocks ---
 
-    def allocated(self, request: str, blocks: Sequence[int], tokens: int) -> None:
-        """Order what was promised, into the blocks that hold a request's tokens from the first on."""
+    def allocated(self, request: str, blocks: Sequence[Sequence[int]], tokens: int) -> None:
+        """Order what was promised, into the blocks of each kind that hold a request's tokens from the first on."""
         case = self._cases.get(request)
         if case is None or not tokens:
             return
@@ -220,7 +232,7 @@ class Desk:
             native=case.native,
         )
         case.translated = case.plan.count(SpanKind.TRANSLATED)
-        self._orders.loads.append(Load(request, carry, tuple(blocks)))
+        self._orders.loads.append(Load(request, carry, tuple(map(tuple, blocks))))
         if self.options.load_async:
             self._loading.add(request)
 
@@ -246,17 +258,51 @@ class Desk:
         """Add what workers have counted."""
         self.counts.update(counts)
 
+    # --- it has its first token ---
+
+    @property
+    def has_untold(self) -> bool:
+        """Tell whether a request waits for its first token whose client wants to know by then what became of it."""
+        return bool(self._untold)
+
+    def begin_step(self, computed: Mapping[str, int]) -> None:
+        """Note a step of the engine, with how many tokens of each request are computed when it has ended."""
+        whole = [
+            request for request in self._untold if computed.get(request, 0) >= len(self._cases[request].arrival.ids)
+        ]
+        self._untold.difference_update(whole)
+        self._steps.append(whole)
+
+    def end_step(self) -> dict[str, dict[str, Any]]:
+        """Note that the oldest step has ended; return what became of the requests that were read by then, by their `tell`."""
+        while self._steps:
+            for request in self._steps.popleft():
+                self._tell_begun(request)
+            if len(self._steps) < MOST_STEPS:
+                break
+        news, self._news = self._news, {}
+        return news
+
+    def _tell_begun(self, request: str) -> None:
+        case = self._cases.get(request)
+        if case is not None and case.wish.tell is not None:
+            self._news[case.wish.tell] = begun(case)
+
     # --- it ends ---
 
     def finished(
-        self, request: str, ids: Sequence[int], blocks: Sequence[int], *, whole: bool
+        self, request: str, ids: Sequence[int], blocks: Sequence[int], *, whole: bool, lost: bool = False
     ) -> tuple[bool, dict[str, Any] | None]:
         """Tell whether a request's blocks are still needed, and what its client is told.
 
         Args:
             ids: the tokens whose keys and values the engine holds.
             whole: it ended by itself. One that was cut off is kept under an id of its client's own only.
+            lost: the engine has let go of blocks that a sliding window left behind.
         """
+        if any(request in step for step in self._steps):
+            self._tell_begun(request)  # its first token is its last one
+        self._untold.discard(request)
         case = self._cases.pop(request, None)
         if case is None:
             return False, None
@@ -265,7 +311,7 @@ class Desk:
             self._orders.dropped.add(request)
         told = self._told(case) if case.wish.load is not None or case.refused is not None else {}
         ended = bool(ids) and not loading and (whole or case.wish.key is not None)
-        keeps = ended and case.wish.save and self._saves and case.arrival.unusable is None
+        keeps = ended and not lost and case.wish.save and self._saves and case.arrival.unusable is None
         if keeps:
             save = Save(
                 request,
@@ -280,27 +326,35 @@ class Desk:
             told |= {"id": save.key, "tokens": len(ids)}
             self.counts["saved"] += 1
         elif case.wish.save:
+            why = "the engine keeps no token outside its sliding window, and this is longer" if lost else None
             told |= {
                 "id": None,
-                "not_kept": case.arrival.unusable or "this engine keeps no caches, or the request was cut off",
+                "not_kept": case.arrival.unusable or why or "this engine keeps no caches, or the request was cut off",
             }
         return keeps, {PARAMS: told} if told else None
 
     def _told(self, case: Case) -> dict[str, Any]:
-        status = case.refused.status if case.refused is not None else APPLIED
-        self.counts[status] += 1
-        told: dict[str, Any] = {"status": status}
-        total = len(case.arrival.ids)
-        reused, translated = case.native, case.translated
-        told["prompt"] = {"native": reused, "translated": translated, "recomputed": total - reused - translated}
+        told = begun(case)
+        self.counts[told["status"]] += 1
         for kind, count in told["prompt"].items():
             self.counts[f"tokens_{kind}"] += count
         if case.refused is not None:
-            told |= {"reason": case.refused.reason, "why": case.refused.why}
             self.counts[f"refused_{case.refused.reason}"] += 1
-        elif case.plan is not None:
-            told["plan"] = str(case.plan)
         return told
+
+
+def begun(case: Case) -> dict[str, Any]:
+    """Say how a request's prompt came to be read; without a status where no kept cache was asked for."""
+    total, reused, translated = len(case.arrival.ids), case.native, case.translated
+    told: dict[str, Any] = {}
+    if case.wish.load is not None or case.refused is not None:
+        told["status"] = case.refused.status if case.refused is not None else APPLIED
+    told["prompt"] = {"native": reused, "translated": translated, "recomputed": total - reused - translated}
+    if case.refused is not None:
+        told |= {"reason": case.refused.reason, "why": case.refused.why}
+    elif case.plan is not None:
+        told["plan"] = str(case.plan)
+    return told
 
 
 def translated_until(case: Case) -> int:

@@ -19,6 +19,8 @@ from kvlingo.errors import BadInput
 from kvlingo.serve.external.matching import PARAMS
 
 MODULE, CONNECTOR = "kvlingo.serve.vllm", "KVLingoConnector"
+HYBRID = "KVLingoHybridConnector"  # goes on from caches only, with the hybrid cache manager on
+MIDDLEWARE = "kvlingo.serve.external.headers.RouterHeaders"
 UP_SECONDS = 600.0
 SMALL = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -168,12 +170,14 @@ def start_server(
     transfer: Mapping[str, Any] | None = None,
     dtype: str = "float32",
     environment: Mapping[str, str] | None = None,
+    name: str = "model",
 ) -> Server:
     """Start a server for a tiny model on the CPU; it is not up yet when this returns.
 
     Args:
         extra: the connector's options; None for a server without a connector.
         transfer: the whole of --kv-transfer-config, where it is not the usual one.
+        name: what requests call the model.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -182,7 +186,8 @@ def start_server(
         transfer = transfer_of(extra, module)
     with_connector = ["--kv-transfer-config", json.dumps(transfer)] if transfer is not None else []
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
+    command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
+    command += ["--middleware", MIDDLEWARE]
     command += ["--enforce-eager", "--max-model-len", "2048", "--enable-prompt-tokens-details", "--max-logprobs", "300"]
     command += [*with_connector, *arguments]
     paths = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
@@ -194,4 +199,4 @@ def start_server(
             env={**os.environ, **SMALL, "PYTHONPATH": paths, **(environment or {})},
             start_new_session=True,
         )
-    return Server(f"http://127.0.0.1:{port}", process, log)
+    return Server(f"http://127.0.0.1:{port}", process, log, name)

@@ -1,7 +1,7 @@
 """Where kept caches are: a store keeps strings of bytes under random ids for a while, and forgets them.
 
-Knows places, room and time; whole entries only ever become visible. Does not know what the bytes mean. Another store (Redis, say)
-is one more class with these four members.
+Knows places, room and time; whole entries only ever become visible. Does not know what the bytes mean. Another store is one more
+class with these four members (`redis_store`, `mooncake_store`).
 
 A shared folder holds two files for each part, the bytes and then what they are: the second one appears when the first is whole.
 """
@@ -34,7 +34,7 @@ class Store(Protocol):
     """A place for kept caches that several engines reach. All members may be called from several threads; all raise `Refused`."""
 
     def put(self, key: str, rank: int, manifest: bytes, data: bytes, expires: float) -> None:
-        """Keep one part; it is there for others when this returns, and never in pieces."""
+        """Keep one part; it is there for others when this returns, and never in pieces. One that is there stays as it is."""
         ...
 
     def manifests(self, key: str) -> list[bytes]:
@@ -63,9 +63,11 @@ class FolderStore:
     def put(self, key: str, rank: int, manifest: bytes, data: bytes, expires: float) -> None:
         """See `Store`."""
         needed = len(manifest) + len(data)
-        if needed > self.max_bytes:
-            raise Refused("too_large", f"{needed} bytes don't fit into a store of {self.max_bytes}")
+        refuse_larger(needed, self.max_bytes)
         with self._reached(), self._alone():
+            self.sweep()
+            if self._file(key, rank, "json").exists():
+                raise taken()
             self._make_room(needed)
             for kind, content in (("safetensors", data), ("json", manifest)):
                 file = self._file(key, rank, kind)
@@ -103,7 +105,6 @@ class FolderStore:
 
     def _make_room(self, needed: int) -> None:
         """Forget what expires first until there is room; a file's time is when it expires."""
-        self.sweep()
         sizes: dict[str, tuple[float, int]] = {}
         for file, facts in self._files():
             if named := NAME.fullmatch(file.name):
@@ -139,16 +140,32 @@ class FolderStore:
         try:
             yield
         except FileNotFoundError as error:
-            raise Refused("gone", "the kept cache is not there any more") from error
+            raise gone() from error
         except (OSError, BadInput) as error:
             cause = error.__cause__ if isinstance(error, BadInput) else error
             full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
-            raise Refused("store_full" if full else "store_down", f"the store of kept caches: {error}") from error
+            # A client is told this: where the store is, is not its business.
+            said = (cause.strerror if isinstance(cause, OSError) else None) or type(cause).__name__
+            raise Refused("store_full" if full else "store_down", f"the store of kept caches: {said}") from error
 
 
-def open_store(place: str, max_bytes: int) -> Store:
-    """Return the store at a place: a folder, with or without `file:` before it. Raises `BadInput` for what is none."""
-    scheme, separator, rest = place.partition(":")
-    if separator and scheme != "file" and len(scheme) > 1:
-        raise BadInput(f"there is no store of kind {scheme!r}; give a folder that both engines see")
-    return FolderStore(Path(rest if scheme == "file" and separator else place).expanduser(), max_bytes)
+def refuse_larger(needed: int, most: int) -> None:
+    """Raise `Refused` for a part that no store of this size holds."""
+    if needed > most:
+        raise Refused("too_large", f"{needed} bytes don't fit into a store of {most}")
+
+
+def taken() -> Refused:
+    """Return what is said where a part is there already."""
+    return Refused("taken", "a cache is kept under this id already")
+
+
+def gone() -> Refused:
+    """Return what is said where a part, or a piece of one, is not there."""
+    return Refused("gone", "the kept cache is not there any more")
+
+
+def pieces(data: bytes, size: int) -> list[memoryview]:
+    """Cut a part for stores whose values are bounded; each piece has at least one byte."""
+    view = memoryview(data)
+    return [view[start : start + size] for start in range(0, len(view), size)]

@@ -1,7 +1,8 @@
 """Two tiny models with the same outputs and different caches, and the exact translator: what an engine is checked with.
 
 The second one is the first with its key-value heads swapped, its values in another basis and its keys and queries turned inside
-their rotary planes. Its tokenizer may spell the same pieces with other ids. Weights are written as files.
+their rotary planes. Its tokenizer may spell the same pieces with other ids. Weights are written as files. Kinds of models with
+sliding windows are twins in the same way: a norm of keys whose weights are all alike doesn't mind the turning.
 """
 
 from __future__ import annotations
@@ -47,6 +48,23 @@ CONFIG = {
     "eos_token_id": 1,
     "dtype": "float32",
 }
+WINDOW = 160  # more than one block of the CPU backend's 128 tokens, and no multiple of them
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": WINDOW},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+        "query_pre_attn_scalar": DIM,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +90,12 @@ def draw_change(seed: int) -> Change:
     return Change(torch.arange(KV_HEADS).flip(0), torch.linalg.qr(noise).Q, angles)
 
 
+def no_change() -> Change:
+    """Return the one that changes nothing."""
+    basis = torch.eye(DIM, dtype=torch.float64).expand(LAYERS, KV_HEADS, DIM, DIM)
+    return Change(torch.arange(KV_HEADS), basis, torch.zeros(LAYERS, KV_HEADS, DIM // 2, dtype=torch.float64))
+
+
 def turned(x: Tensor, angles: Tensor) -> Tensor:
     """Turn rows [heads, dim, columns] inside the planes (i, i + dim / 2) by angles [heads, dim / 2]."""
     first, second = x.chunk(2, dim=1)
@@ -79,7 +103,7 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=1)
 
 
-def draw_weights(seed: int) -> dict[str, Tensor]:
+def draw_weights(seed: int, kind: str = "llama") -> dict[str, Tensor]:
     """Draw the first model's weights, float64."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -105,7 +129,21 @@ def draw_weights(seed: int) -> dict[str, Tensor]:
             f"{at}mlp.up_proj.weight": draw(INNER, HIDDEN),
             f"{at}mlp.down_proj.weight": draw(HIDDEN, INNER),
         }
-    return weights
+    return with_gemma_norms(weights) if kind == "gemma3" else weights
+
+
+def with_gemma_norms(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights with the norms of Gemma 3, which multiply by one more than they say and stand behind each part too."""
+    own = {name: torch.zeros_like(weight) if "norm" in name else weight for name, weight in weights.items()}
+    own["model.embed_tokens.weight"] = (
+        weights["model.embed_tokens.weight"] / HIDDEN**0.5
+    )  # its model multiplies by the root
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        own |= {f"{at}{part}_feedforward_layernorm.weight": torch.zeros(HIDDEN) for part in ("pre", "post")}
+        # Products of normed queries and keys are as large as it takes for the context to matter.
+        own |= {f"{at}self_attn.{part}_norm.weight": torch.full((DIM,), GAIN - 1) for part in "qk"}
+    return own
 
 
 def changed(weights: Mapping[str, Tensor], change: Change) -> dict[str, Tensor]:
@@ -181,15 +219,22 @@ def exact_translator(source: LanguageModel, target: LanguageModel, change: Chang
 
 
 def make_twins(
-    folder: Path, *, dtype: str = "float32", text: bool = True, other_ids: bool = False, seed: int = 0
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    text: bool = True,
+    other_ids: bool = False,
+    seed: int = 0,
+    kind: str = "llama",
 ) -> None:
     """Write `source/`, `target/`, `translator/` and, as a control that must fail, `wrong/` into a folder.
 
     Args:
+        kind: of both models, a name in `KINDS`.
         text: the translator has text features, and the target's first layer is its own.
         other_ids: the target's tokenizer spells the same pieces with other ids.
     """
-    change, weights = draw_change(seed + 1), draw_weights(seed)
+    change, weights = draw_change(seed + 1), draw_weights(seed, kind)
     twin, count = changed(weights, change), len(SPECIALS) + len(PIECES)
     order = list(range(count))
     if other_ids:
@@ -198,11 +243,11 @@ def make_twins(
             moved = twin[name].clone()
             moved[order] = twin[name][:count]
             twin[name] = moved
-    config = {**CONFIG, "dtype": dtype}
+    config = {**CONFIG, **KINDS[kind], "dtype": dtype}
     write_model(folder / "source", weights, config, byte_tokenizer())
     write_model(folder / "target", twin, config, byte_tokenizer(order))
-    kind = getattr(torch, dtype)
-    source, target = (load_model(folder / name, device="cpu", dtype=kind) for name in ("source", "target"))
+    width = getattr(torch, dtype)
+    source, target = (load_model(folder / name, device="cpu", dtype=width) for name in ("source", "target"))
     manifest = Manifest(ModelCard.of(source), ModelCard.of(target), {"exact": True}, held_out={"verdict": "PASS"})
     save_translator(folder / "translator", exact_translator(source, target, change, text=text), manifest)
     wrong = exact_translator(source, target, draw_change(seed + 2), text=text)

@@ -23,7 +23,7 @@ from kvlingo.serve.external.entries import Entry, describe, pack, parse
 from kvlingo.serve.external.options import Options
 from kvlingo.serve.external.refusals import Refused
 from kvlingo.serve.external.scheduling import Load, Orders, Save
-from kvlingo.serve.external.stores import Store
+from kvlingo.serve.external.stores import Store, taken
 from kvlingo.serve.external.threads import Job, Threads
 
 UNSAVED_PER_THREAD = 4
@@ -33,8 +33,12 @@ Layers = list[tuple[Tensor, Tensor]]
 class Pages(Protocol):
     """An engine's blocks, as this rank holds them. Called from threads of ours."""
 
-    def write(self, layers: Iterable[tuple[Tensor, Tensor]], blocks: Sequence[int], start: int) -> None:
-        """Put each layer's keys and values [tokens, heads, dim] into the slots of the tokens from `start` on."""
+    def first_held(self, blocks: Sequence[Sequence[int]]) -> list[int]:
+        """Return per layer how many first tokens have no slot in these blocks (`Load.blocks`)."""
+        ...
+
+    def write(self, layers: Iterable[tuple[Tensor, Tensor]], blocks: Sequence[Sequence[int]], stop: int) -> None:
+        """Put each layer's keys and values [tokens, heads, dim] into the slots of the last tokens before `stop`."""
         ...
 
     def read(self, blocks: Sequence[int], tokens: int) -> Layers:
@@ -115,10 +119,10 @@ class Worker:
         self._check(entry, carry)
         heads = [head_range(s.kv_heads, self._rank, self._world) for s in self._target.lm.geometry.layers]
         with self._translating:  # one at a time: it is arithmetic, and no model is asked by two threads
-            kv = translate(carry, entry, source, self._target)
+            kv = translate(carry, entry, source, self._target, self._pages.first_held(load.blocks))
             layers = list(placed(kv, self._target.lm.rotary, carry.native, heads))
         if job.commit():
-            self._pages.write(layers, load.blocks, carry.native)
+            self._pages.write(layers, load.blocks, carry.native + kv.tokens)
 
     def _check(self, entry: Entry, carry: Carry) -> None:
         """Raise `Refused` where a cache is not the one that was planned with: it was replaced, or its time is over."""
@@ -155,7 +159,7 @@ class Worker:
         try:
             assert self._side is not None
             if any(parse(data, save.key).rank == self._rank for data in self._store.manifests(save.key)):
-                raise Refused("taken", "a cache is kept under this id already")
+                raise taken()  # before it is packed; the store itself looks again, at once with writing
             self._keep(save, lifted(layers, self._side.rotary), self._side)
         except Refused as refused:
             self._count(f"save_failed_{refused.reason}")

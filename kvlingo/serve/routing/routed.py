@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 from kvlingo.errors import BadInput
 from kvlingo.serve.protocol import (
     AUTO,
+    Away,
     Begun,
     Busy,
     Done,
@@ -37,7 +38,7 @@ from kvlingo.serve.routing.choosing import Choice, Heard, Router
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-CANT = (TooLong, Unsupported)
+CANT = (TooLong, Unsupported, Away)
 """What one model can't serve and another may."""
 
 COUNTED = ("routed", "routed_to_the_other", "routed_tokens_discarded")
@@ -110,6 +111,12 @@ class RoutedEngine:
         with self._counting:
             return {**self._engine.stats(), **{name: float(value) for name, value in self._counts.items()}}
 
+    async def away(self) -> Sequence[str]:
+        """Return the engine's; `auto` is away where both of its models are."""
+        away = list(await self._engine.away())
+        pair = (self._router.pair.small, self._router.pair.big)
+        return [*away, *([AUTO] if all(name in away for name in pair) else [])]
+
     async def drain(self, timeout_s: float) -> None:
         """Drain the engine."""
         await self._engine.drain(timeout_s)
@@ -125,6 +132,7 @@ class RoutedEngine:
         return cast("AsyncGenerator[Event, None]", self._engine.run(request))
 
     async def _routed(self, asked: Asked) -> AsyncGenerator[Event, None]:
+        self._refuse_ids_of_either(asked.request)
         # Not on the event loop, which a long prompt would hold up.
         choice = await asyncio.to_thread(self._router.choose, asked.request.prompt)
         self._count("routed")
@@ -201,6 +209,16 @@ class RoutedEngine:
         if not answer.events or not isinstance(answer.events[-1], Done):
             raise RuntimeError("the engine left a choice without an end")
 
+    def _refuse_ids_of_either(self, request: Request) -> None:
+        """Raise `Unsupported` for token ids where it is open whose they are."""
+        if not request.sampling.logit_bias:
+            return
+        pair = self._router.pair
+        known = {info.name: info.vocabulary for info in self._engine.models()}
+        if known[pair.small] is None or known[pair.small] != known[pair.big]:
+            reason = f"its token ids mean something else to {pair.small} than to {pair.big}, and either may answer"
+            raise Unsupported("logit_bias", f"{reason}; name one of the two")
+
     def _instead(self, choice: Choice, error: Exception) -> Choice:
         self._count("routed_to_the_other")
         other = self._router.pair.other(choice.model)
@@ -215,6 +233,8 @@ class RoutedEngine:
                 return f"{name} can't serve {error.param}"
             case Busy():
                 return f"the queue of {name} is full"
+            case Away():
+                return f"the server of {name} does not answer"
         return f"{name} is shutting down"
 
     def _has_more_room(self, name: str, error: Exception) -> bool:

@@ -1,0 +1,210 @@
+"""What `kvlingo compress` does, from a saved translator to a smaller one beside it.
+
+Computes nothing itself, and does not know the command line. The smaller translator is another one: the report and the confidence
+of the whole one are not claimed for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from torch import Tensor
+
+from kvlingo.collecting import load_statistics
+from kvlingo.compression import Compressed, CompressOptions, compress, refuse, refuse_budget
+from kvlingo.errors import BadInput
+from kvlingo.geometry import Geometry
+from kvlingo.jobs import Say, Where, gather, load_pair, statistics
+from kvlingo.language_model import LanguageModel
+from kvlingo.manifest import Manifest, StorageType, card_of, check_pair
+from kvlingo.progress import progress_bar
+from kvlingo.sensitivity import measure_sensitivity, options_for
+from kvlingo.shapes import FitOptions, options_from_json
+from kvlingo.stats import GramStats, load_tensors, save_tensors
+from kvlingo.store import load_translator, save_translator
+from kvlingo.translator import Translator, TranslatorConfig
+from kvlingo.workplace import model_names, refuse_early, split_as_fitted, texts_seen
+
+Weigh = Literal["sensitivity", "deviation"]
+SENSITIVITY_FILE = "sensitivity.safetensors"
+
+
+@dataclass(frozen=True)
+class Side:
+    """What statistics know a model by: no weights are needed to find them."""
+
+    fingerprint: str
+    geometry: Geometry
+
+
+def compress_folder(
+    folder: Path,
+    out: Path,
+    options: CompressOptions,
+    *,
+    weigh: Weigh,
+    source_name: str | None,
+    target_name: str | None,
+    texts: Sequence[Path],
+    where: Where,
+    overwrite: bool,
+    say: Say,
+    tell: Say,
+) -> dict[str, Any]:
+    """Make a saved translator smaller, and save it in `out` with what distilling and evaluating it take.
+
+    Args:
+        weigh: what an error costs: `sensitivity`, as the target minds it, for which both models are loaded and read some text
+            (kept in `work/` for the next time); `deviation`, each output alike in units of its own.
+
+    Raises `BadInput` for maps that can't be made smaller.
+    """
+    if out.expanduser().resolve() == folder.expanduser().resolve():
+        raise BadInput(f"{out} is the translator itself, which is kept; give another folder: --out")
+    refuse_early(out, overwrite=overwrite)
+    translator, manifest = load_translator(folder)
+    refuse(translator, options)
+    refuse_budget(translator.config, options)
+    known = Known(
+        saved_statistics(manifest, translator.config, fitted_with(manifest), folder / "work"),
+        saved_sensitivity(folder, manifest) if weigh == "sensitivity" else {},
+    )
+    if known.stats is None or known.sensitivity is None:
+        known = found_out(
+            known, folder, translator, manifest, model_names(folder, source_name, target_name), texts, where, tell
+        )
+    assert known.stats is not None
+    small = compress(translator, known.stats, options, known.sensitivity or None)
+    assert manifest.weights is not None
+    told = {**asdict(options), "weigh": weigh, **small.to_json(), "whole": asdict(manifest.weights)}
+    storage = cast(StorageType, options.storage)
+    new = replace(manifest, options={**manifest.options, "compress": told}, held_out=None, confidence=None)
+    saved = save_translator(out, small.translator, new, dtype=storage, overwrite=overwrite)
+    assert saved.weights is not None
+    bring_along(folder, out, tell)
+    for line in compress_lines(small, manifest.weights.num_bytes, saved.weights.num_bytes, out):
+        say(line)
+    return {
+        "folder": str(out),
+        "num_bytes": saved.weights.num_bytes,
+        "whole_num_bytes": manifest.weights.num_bytes,
+        "storage": storage,
+        "weigh": weigh,
+        **small.to_json(),
+    }
+
+
+@dataclass(frozen=True)
+class Known:
+    """What compressing goes by; None for what is not known yet, an empty sensitivity where none is asked for."""
+
+    stats: GramStats | None
+    sensitivity: dict[int, Tensor] | None
+
+
+def found_out(
+    known: Known,
+    folder: Path,
+    translator: Translator,
+    manifest: Manifest,
+    names: tuple[str, str],
+    texts: Sequence[Path],
+    where: Where,
+    tell: Say,
+) -> Known:
+    """Load both models and let them read what is not known yet; the sensitivity is kept for the next time."""
+    documents, fitted, seen = gather(texts), fitted_with(manifest), texts_seen(manifest)
+    source, target = load_pair(*names, where)
+    check_pair(manifest, card_of(source), card_of(target))
+    training = split_as_fitted(documents, seen, share=fitted.held_out_share, seed=fitted.seed).training
+    stats, minds = known.stats, known.sensitivity
+    with progress_bar() as bar:
+        if stats is None:
+            stats = statistics(source, target, fitted, training, folder / "work", bar.count, tell)
+        if minds is None:
+            mine = translator.to(target.device)
+            minds = measure_sensitivity(mine, source, target, training, options_for(fitted), progress=bar.count)
+            translator.to("cpu")
+            save_sensitivity(folder, manifest, minds)
+    return Known(stats, minds)
+
+
+def fitted_with(manifest: Manifest) -> FitOptions:
+    """Return the options that a translator was fitted with."""
+    return options_from_json(manifest.options.get("fit", {}))
+
+
+def saved_sensitivity(folder: Path, manifest: Manifest) -> dict[int, Tensor] | None:
+    """Return what was measured of these very weights; None where nothing was."""
+    loaded = load_tensors(folder / "work" / SENSITIVITY_FILE)
+    if loaded is None or loaded[1] != note_of(manifest):
+        return None
+    return {int(layer): x for layer, x in loaded[0].items()}
+
+
+def save_sensitivity(folder: Path, manifest: Manifest, found: Mapping[int, Tensor]) -> None:
+    """Keep what was measured."""
+    tensors = {str(layer): x for layer, x in found.items()}
+    save_tensors(folder / "work" / SENSITIVITY_FILE, tensors, note_of(manifest))
+
+
+def note_of(manifest: Manifest) -> dict[str, Any]:
+    """Say which weights a sensitivity belongs to, and how it was measured."""
+    assert manifest.weights is not None
+    measured = json.loads(json.dumps(asdict(options_for(fitted_with(manifest)))))
+    return {"weights": manifest.weights.sha256, "options": measured}
+
+
+def saved_statistics(manifest: Manifest, config: TranslatorConfig, fitted: FitOptions, work: Path) -> GramStats | None:
+    """Return the statistics that `fit` left for this translator; None where there are none."""
+    source, target = (
+        cast(LanguageModel, Side(card.fingerprint, geometry))
+        for card, geometry in ((manifest.source, config.source), (manifest.target, config.target))
+    )
+    return load_statistics(source, target, fitted, work)
+
+
+def bring_along(folder: Path, out: Path, tell: Say) -> None:
+    """Put beside the smaller translator what judging and distilling it read: controls, models' places, statistics."""
+    if (folder / "controls").is_dir():
+        shutil.copytree(folder / "controls", out / "controls", dirs_exist_ok=True)
+    for file in sorted((folder / "work").glob("*")):
+        if file.name == "models.json" or file.name.startswith("stats-"):
+            link_or_copy(file, out / "work" / file.name, tell)
+
+
+def link_or_copy(file: Path, place: Path, tell: Say) -> None:
+    """Let a file be in two folders, taking its bytes once where the disk can do that."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.unlink(missing_ok=True)
+    try:
+        os.link(file, place)
+    except OSError:  # another disk, or one that knows no links
+        try:
+            shutil.copyfile(file, place)
+        except OSError as error:
+            place.unlink(missing_ok=True)
+            tell(f"{file.name} stays in {file.parent} alone ({error.strerror}): distilling reads text anew")
+
+
+def compress_lines(small: Compressed, before: int, after: int, out: Path) -> Iterator[str]:
+    """Return what a person is told."""
+    yield f"{before / 1e6:.1f} MB → {after / 1e6:.1f} MB; {told_ranks(small.to_json())}"
+    yield f"saved {out}; nothing is known of its quality yet"
+    yield f"next: kvlingo eval {out}; where it lost too much: kvlingo distill {out} --minutes 5"
+
+
+def told_ranks(chosen: Mapping[str, Any]) -> str:
+    """Say in words what was chosen."""
+    ranks = sorted(layer["rank"] for layer in chosen["layers"] if layer["rank"])
+    whole = len(chosen["layers"]) - len(ranks)
+    parts = [f"ranks {ranks[0]} to {ranks[-1]}"] if ranks else []
+    parts += [f"{whole} layers whole"] if whole else []
+    parts += [f"the text through {chosen['text_rank']} features"] if chosen["text_rank"] else []
+    return f"{', '.join(parts)}: {chosen['lost_share']:.2%} of the outputs' variance is lost"

@@ -1,0 +1,45 @@
+"""Processes that die at the worst moment. These tests come last, and what they kill stays dead."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+from tests.vllm.conftest import Fleet
+from tests.vllm.test_vllm_faults import SAME, file_of, kept, refused, wait_until
+
+
+def test_a_consumer_that_is_killed_while_it_loads(fleet: Fleet) -> None:
+    ids, key, own = kept(fleet, 242)
+    target = fleet.get("target")
+    fleet.set_faults(data=60)
+
+    def ask() -> None:
+        with contextlib.suppress(OSError):
+            target.complete(ids, load=key)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(1.5)
+    target.kill()
+    thread.join(30)
+    fleet.running.pop("target")
+    fleet.set_faults()
+    again = fleet.get("sync").complete(ids, load=key)
+    assert again.told["status"] == "applied"
+    assert again.far_from(own) <= SAME
+
+
+def test_a_producer_that_is_killed_while_it_keeps(fleet: Fleet) -> None:
+    ids, _, own = kept(fleet, 241)
+    fleet.get("sync")
+    source = fleet.get("source")
+    fleet.set_faults(between=60)
+    key = source.complete(ids, save=True).told["id"]
+    wait_until(file_of(fleet, key, "safetensors").exists)
+    source.kill()
+    fleet.running.pop("source")
+    fleet.set_faults()
+    assert not file_of(fleet, key, "json").exists()
+    refused(fleet, ids, key, own, "unknown", name="sync")
