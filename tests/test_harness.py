@@ -422,9 +422,11 @@ def test_local_tasks_on_every_arm(tmp_path: Path, capsys: pytest.CaptureFixture[
     tasks, place = write_tasks(tmp_path / "tasks"), save_pair(tmp_path)
     with pytest.raises(SystemExit) as stopped:
         cli.main(
-            ["lm-eval", str(place), "--tasks", ",".join(tasks), "--arms", "native,translated,source,no_context"]
-            + ["--include", str(tmp_path / "tasks"), "--batch", "2", "--max-length", "256"]
-            + ["--out", str(tmp_path / "tasks.json")]
+            [
+                *("lm-eval", str(place), "--tasks", ",".join(tasks), "--arms", "native,translated,source,no_context"),
+                *("--include", str(tmp_path / "tasks"), "--batch", "2", "--max-length", "256"),
+                *("--out", str(tmp_path / "tasks.json")),
+            ]
         )
     assert stopped.value.code == 0
     record = json.loads((tmp_path / "tasks.json").read_text())
