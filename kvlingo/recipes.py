@@ -149,7 +149,7 @@ def read_tasks(given: Mapping[str, Any]) -> HarnessOptions:
     """Read what lm-eval is asked."""
     known = {f.name for f in fields(HarnessOptions)} - {"include", "dial"}
     refuse_unknown(given, known, "[tasks]")
-    changes: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
+    changes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     return HarnessOptions(**{"tasks": (), **changes})
 
 
@@ -187,6 +187,10 @@ def carry_out(recipe: Recipe, say: Say, tell: Say, *, rehearsing: bool = False) 
             "tasks": make_tasks,
         }
         told = {}
+        if recipe.compress is None:
+            del steps["compress"]
+        if recipe.tasks is None:
+            del steps["tasks"]
         for name, step in steps.items():
             say(f"step: {name}")
             try:
@@ -220,16 +224,14 @@ def make_fit(recipe: Recipe, say: Say, tell: Say) -> Any:
 
 
 def make_smaller(recipe: Recipe, say: Say, tell: Say) -> Any:
-    """Compress, where the recipe says so, unless that was done."""
-    if recipe.compress is None:
-        return None
+    """Compress, unless that was done."""
+    assert recipe.compress is not None
     if (recipe.place / "translator.json").is_file():
         return kept(say, "the smaller translator is there")
     return compress_folder(
         recipe.out,
         recipe.place,
         CompressOptions(**recipe.compress),
-        weigh="sensitivity",
         source_name=None,
         target_name=None,
         texts=recipe.text,
@@ -282,9 +284,8 @@ def make_reports(recipe: Recipe, say: Say, tell: Say) -> Any:
 
 
 def make_tasks(recipe: Recipe, say: Say, tell: Say) -> Any:
-    """Run the tasks on every arm."""
-    if recipe.tasks is None:
-        return None
+    """Run the tasks on every arm, unless that was done."""
+    assert recipe.tasks is not None
     file = recipe.place / "tasks.json"
     if file.is_file():
         return kept(say, f"{file.name} is there")
@@ -334,7 +335,7 @@ def lines(done: Mapping[str, Any]) -> Iterator[str]:
     for direction in done["directions"]:
         steps = direction["steps"]
         left_out = [f"{name} left out: {told['left_out']}" for name, told in steps.items() if is_left_out(told)]
-        made = [name for name, told in steps.items() if told is not None and not is_left_out(told)]
+        made = [name for name, told in steps.items() if not is_left_out(told)]
         yield f"{done['recipe']}: {', '.join(made)} done"
         yield from left_out
 
