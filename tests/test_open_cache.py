@@ -19,7 +19,7 @@ import kvlingo.handoff as handoff_module
 import kvlingo.recompute as recompute_module
 from kvlingo import folding
 from kvlingo.alignment import align
-from kvlingo.cache import KV, OpenCache, full_cache, read_cache, tensors_of, view_cache, write_cache
+from kvlingo.cache import KV, OpenCache, read_cache, tensors_of, view_cache, write_cache
 from kvlingo.errors import UnsupportedCache
 from kvlingo.features import TranslatorConfig
 from kvlingo.handoff import HandOff, ModelState, assemble, cut_middle, hand_off, read_conversation, read_native
@@ -318,11 +318,11 @@ def random_maps(source: LanguageModel, target: LanguageModel, **changes: Any) ->
     return translator.to(target.dtype).eval()
 
 
-@pytest.mark.parametrize("piece", [1, 5, 16, 1000])
+@pytest.mark.parametrize("piece", [3, 16])
 @pytest.mark.parametrize(
     "changes", [{}, {"embedding_lags": ()}, {"map_kind": "headwise", "embedding_lags": ()}], ids=str
 )
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_pieces_give_what_the_plain_way_gives(
     family: str, changes: dict[str, Any], piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,4 +437,3 @@ def test_the_counting_sees_what_is_held() -> None:
         for _ in range(5):
             x = x + 1
     assert counting.peak == 8000
-    assert full_cache is not None
