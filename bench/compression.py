@@ -5,7 +5,7 @@
 
 DIR is where `bench.quality fit` and `distill` left their translators and statistics. Every variant is judged on the same held-out
 hand-overs as the whole translator, pairwise. A variant is a list of what `kvlingo compress` takes: rank, text (features of an
-embedding), mb, flops (share of the products), store.
+embedding), mb, flops (share of the products), store, weigh.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.corpora import held_out_and_training
 from bench.quality import DISTILL, finish, fit_options, models, tell, training_documents
@@ -33,18 +34,21 @@ from kvlingo.judging import native_logits, translated_logits
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.metrics import DocumentScores, arm_ratios, cluster_bootstrap, estimates, paired_kl_ratio
 from kvlingo.models import default_cache_dir
+from kvlingo.sensitivity import measure_sensitivity, options_for
 from kvlingo.stats import GramStats
 from kvlingo.store import load_translator, pack, packed_bytes, unpack
-from kvlingo.texts import split_documents
+from kvlingo.texts import Split, split_documents
 from kvlingo.translator import Translator
 
 VARIANTS = (
     "store=bfloat16",
     "store=int8",
-    *(f"rank={r}" for r in (384, 320, 256, 192, 128, 64)),
-    *(f"text={t}" for t in (480, 320, 160, 80)),
-    *(f"mb={m},store=bfloat16" for m in (60, 50, 40, 30, 20)),
-    *(f"flops={s}" for s in (0.7, 0.5, 0.3, 0.2)),
+    *(f"rank={r}" for r in (256, 192, 128, 96, 64)),
+    *(f"rank={r},weigh=deviation" for r in (256, 128)),
+    *(f"text={t}" for t in (320, 160)),
+    *(f"mb={m},store=bfloat16" for m in (40, 30, 20, 15, 10)),
+    "mb=10,store=int8",
+    *(f"flops={s}" for s in (0.5, 0.3, 0.2, 0.1)),
 )
 WHOLE = "whole"
 TOKENS = 2048
@@ -58,10 +62,11 @@ def main() -> None:
     stats = load_statistics(source, target, fit_options(arguments), arguments.work / "statistics")
     if stats is None:
         sys.exit("no statistics of this pair: run bench.quality's fit step first")
+    minds = minded(arguments, whole)
     made: dict[str, Translator] = {WHOLE: whole}
     told: dict[str, dict[str, Any]] = {WHOLE: size_of(whole, target, "float32")}
     for words in arguments.variants.split(";"):
-        made[words], told[words] = variant(whole, target, stats, words)
+        made[words], told[words] = variant(whole, target, stats, minds, words)
     if arguments.distill:
         for words in arguments.distill.split(";"):
             name = f"{words}, distilled"
@@ -101,8 +106,27 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def minded(arguments: argparse.Namespace, whole: Translator) -> dict[int, Tensor]:
+    """Measure what the target minds, on training text, in the dtype that training runs in."""
+    source, target = models(arguments, quick_dtype())
+    options = options_for(fit_options(arguments))
+    training = split_as_trained(arguments).training
+    return measure_sensitivity(whole, source, target, training, options, progress=tell)
+
+
+def quick_dtype() -> str:
+    """Return the dtype that training runs in on this machine."""
+    return "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
+
+
+def split_as_trained(arguments: argparse.Namespace) -> Split:
+    """Split the training text as `bench.quality` does."""
+    options = fit_options(arguments)
+    return split_documents(training_documents(arguments), held_out_share=options.held_out_share, seed=options.seed)
+
+
 def variant(
-    whole: Translator, target: LanguageModel, stats: GramStats, words: str
+    whole: Translator, target: LanguageModel, stats: GramStats, minds: Mapping[int, Tensor], words: str
 ) -> tuple[Translator, dict[str, Any]]:
     """Make one variant, as it comes back from disk, and say how small it is and what was chosen."""
     given = dict(part.split("=") for part in words.split(","))
@@ -115,7 +139,8 @@ def variant(
     if all(value is None for value in budgets.values()):
         budgets["budget_bytes"] = 10**12  # everything fits: only the text's features, or how weights are stored
     text_rank = int(given["text"]) if "text" in given else None
-    small = compress(whole, stats, CompressOptions(text_rank=text_rank, tokens=TOKENS, storage=storage, **budgets))
+    options = CompressOptions(text_rank=text_rank, tokens=TOKENS, storage=storage, **budgets)
+    small = compress(whole, stats, options, None if given.get("weigh") == "deviation" else minds)
     stored = Translator(small.translator.config)
     stored.load_state_dict(unpack(pack(small.translator, storage)))
     config = small.translator.config
@@ -139,12 +164,8 @@ def distilled(
     known: Mapping[str, Any],
 ) -> tuple[Translator, dict[str, Any]]:
     """Distil a compressed translator for a few minutes, in the dtype that training runs in."""
-    dtype = "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
-    quick_source, quick_target = models(arguments, dtype)
-    fitted_with = fit_options(arguments)
-    split = split_documents(
-        training_documents(arguments), held_out_share=fitted_with.held_out_share, seed=fitted_with.seed
-    )
+    quick_source, quick_target = models(arguments, quick_dtype())
+    split = split_as_trained(arguments)
     small = Translator(translator.config)
     small.load_state_dict(translator.state_dict())
     done = distill(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvlingo import objective
+from kvlingo.compression import CompressOptions, compress
 from kvlingo.corpus import Example, random_examples
 from kvlingo.distillation import (
     Distilled,
@@ -69,6 +70,7 @@ MAPS: dict[str, dict[str, Any]] = {
     "lowrank": {"map_kind": "lowrank", "rank": 8},
     "headwise": {"map_kind": "headwise"},
     "residual": {"residual_width": 6},
+    "compressed": {},
 }
 
 
@@ -82,7 +84,9 @@ def fitted(kind: str = "linear") -> Fit:
 
 
 def start(kind: str = "linear") -> Translator:
-    """Return a fresh copy of the ridge solution."""
+    """Return a fresh copy of the ridge solution, or of what is left of it."""
+    if kind == "compressed":
+        return compress(fitted(kind).translator, fitted(kind).stats, CompressOptions(rank=8, text_rank=12)).translator
     return copy.deepcopy(fitted(kind).translator)
 
 
@@ -152,13 +156,16 @@ def test_gradients_reach_every_parameter_of_every_map(kind: str) -> None:
         with torch.no_grad():  # off its zero start, where only the last layer of the MLP has a gradient
             for layer_map in translator.maps.values():
                 torch.nn.init.normal_(layer_map.residual.leave.weight, std=0.01)  # type: ignore[union-attr, arg-type]
-    before = {n: p.detach().clone() for n, p in translator.named_parameters()}
+    before = {n: p.detach().clone() for n, p in translator.maps.named_parameters()}
+    basis = None if translator.text_basis is None else translator.text_basis.clone()
     run = Run(translator, *pair(), training(fitted(kind)), fitted(kind).stats, OPTIONS, None, None)
     run.one_step()
     assert len(run.coordinates) == len(before)
-    for name, parameter in translator.named_parameters():
+    for name, parameter in translator.maps.named_parameters():
         assert not torch.equal(parameter, before[name]), name
         assert parameter.grad is None
+    if translator.text_basis is not None:
+        assert tiny.same([translator.text_basis], [basis]), "how the text is read is fixed"
 
 
 def test_a_zero_start_of_the_residual_still_learns() -> None:
