@@ -49,7 +49,7 @@ class Collector:
             (a, f"target/{layer}") for layer, choices in enumerate(per_layer) for blocks in choices for a in blocks
         }
         dims = {name: config.width(name) for name in self.features} | outputs
-        return GramStats(dims, pairs, tuple(outputs), multiplied_in=product_dtype(self.source, self.target))
+        return GramStats(dims, pairs, tuple(outputs))
 
     def collect(
         self,
@@ -66,6 +66,7 @@ class Collector:
         """
         saved = SavedStats(work_dir if processes.is_first else None, what, self.key(tokens), digest_of(documents))
         stats = self.empty()
+        stats.multiplied_in = product_dtype(self.source, self.target)
         done = processes.told(saved.restore(stats))
         read = 0
         try:
