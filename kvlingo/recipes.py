@@ -232,6 +232,7 @@ def make_smaller(recipe: Recipe, say: Say, tell: Say) -> Any:
         recipe.out,
         recipe.place,
         CompressOptions(**recipe.compress),
+        weigh="sensitivity",
         source_name=None,
         target_name=None,
         texts=recipe.text,
