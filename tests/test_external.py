@@ -986,7 +986,7 @@ def test_a_stream_s_client_is_told_when_the_step_that_reads_its_prompt_has_ended
     ids, tell = prompt(), new_id()
     desk.arrive(arrival(ids, params={"kvlingo": {"load": keep(store, source, ids), "tell": tell}}))
     assert ask(desk)
-    desk.allocated("r", [7, 2, 9, 4], TOKENS - 1)
+    desk.allocated("r", [[7, 2, 9, 4]], TOKENS - 1)
     assert desk.has_untold
     desk.begin_step({"r": 40})
     desk.begin_step({"r": TOKENS})
