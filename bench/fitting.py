@@ -116,11 +116,12 @@ def time_fits(
     bare, whole, stages = [], [], []
     for _ in range(rounds):
         bare.append(timed_s(lambda: bare_passes(source, target, pieces))[0])
+        tell(f"two bare passes {bare[-1]:.1f} s; processor time {time.process_time():.1f} s")
         watch = Stages()
         seconds, fitted = timed_s(lambda watch=watch: fit(source, target, documents, options, progress=watch))
         whole.append(seconds)
         stages.append(watch.seconds)
-        tell(f"two bare passes {bare[-1]:.1f} s, fit {seconds:.1f} s: {watch.seconds}")
+        tell(f"fit {seconds:.1f} s: {watch.seconds}; processor time {time.process_time():.1f} s")
     ratios = [a / b for a, b in zip(whole, bare, strict=True)]
     figures = {
         "tokens": fitted.stats.tokens,
@@ -147,7 +148,7 @@ class Stages:
         """Count the time since the last report to what is reported."""
         now = time.perf_counter()
         if what not in self.seconds:
-            tell(f"{what}; before that {self.seconds}")
+            tell(f"{what}; before that {self.seconds}; processor time {time.process_time():.1f} s")
         self.seconds[what] = self.seconds.get(what, 0.0) + now - self._since
         self._since = now
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.corpora import held_out_and_training
-from bench.quality import finish, made, models, tell
+from bench.quality import DIRECTIONS, finish, made, models, tell
 from kvlingo.drift import piece_words
 from kvlingo.environment import environment_card
 from kvlingo.evaluation import Arms, EvaluationOptions
@@ -36,11 +36,13 @@ Pair = tuple[LanguageModel, LanguageModel]
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--direction", choices=("smollm2-gemma", "gemma-smollm2"), required=True)
+    parser.add_argument("--direction", choices=DIRECTIONS, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=default_cache_dir())
     parser.add_argument("--smollm2", type=Path)
     parser.add_argument("--gemma", type=Path)
+    parser.add_argument("--sibling", type=Path)
+    parser.add_argument("--tuned", type=Path)
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--codes", type=int, default=6, help="in each cell of length and depth")
     parser.add_argument("--tail", type=int, default=1)

@@ -1,4 +1,4 @@
-"""The quality tables: SmolLM2-135M-Instruct and Gemma-3-270M, both directions, on the Debian corpora.
+"""The quality tables: SmolLM2-135M-Instruct and Gemma-3-270M, and relatives of SmolLM2, on the Debian corpora.
 
     python -m bench.quality fit        --direction smollm2-gemma --work DIR
     python -m bench.quality distill    --direction smollm2-gemma --work DIR --minutes 27
@@ -7,8 +7,12 @@
     python -m bench.quality frontier   --direction smollm2-gemma --work DIR --lengths 192,1024 --out results/NAME.json
     python -m bench.quality confidence --direction smollm2-gemma --work DIR --lengths 192,1024 --out results/NAME.json
 
-Everything else that a run depends on is written below, so that a result names its command and nothing more. Training runs in
-bfloat16 where the processor multiplies it natively; evaluation always in float32.
+    python -m bench.quality agents     --direction smollm2-gemma --work DIR --context 192 --out results/NAME.json
+
+The relatives (directions sibling-full, full-sibling, base-tuned, tuned-base) are made by `bench.sibling`. `agents` scores
+hand-overs to a target with a system prompt of its own (`bench.agents`). Everything else that a run depends on is written below,
+so that a result names its command and nothing more. Training runs in bfloat16 where the processor multiplies it natively;
+evaluation always in float32.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from bench.corpora import held_out_and_training
 from kvlingo.assets import fetch_demo_models
 from kvlingo.collecting import load_statistics
 from kvlingo.distillation import DistillOptions, distill
+from kvlingo.errors import BadInput
 from kvlingo.evaluation import Controls, EvaluationOptions, evaluate
 from kvlingo.fitting import Fit, control, fit
 from kvlingo.frontier import FrontierOptions, frontier
@@ -43,7 +48,10 @@ from kvlingo.texts import Document, split_documents
 from kvlingo.translator import Translator
 from kvlingo.trials import confidence_lines
 
-TOKENS = {"smollm2-gemma": 200_000, "gemma-smollm2": 120_000}
+DIRECTIONS = ("smollm2-gemma", "gemma-smollm2", "sibling-full", "full-sibling", "base-tuned", "tuned-base")
+SIBLINGS = {"sibling": "healed", "tuned": "tuned"}  # of SmolLM2, which is called full or base beside them
+TOKENS = {"smollm2-gemma": 200_000}
+USUAL_TOKENS = 120_000
 FIT = FitOptions(
     shift=0,
     source_lags=(0, 1),
@@ -72,6 +80,7 @@ def main() -> None:
         "evaluate": run_evaluate,
         "frontier": run_frontier,
         "confidence": run_confidence,
+        "agents": run_agents,
     }
     steps[arguments.step](arguments)
 
@@ -79,12 +88,14 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=("fit", "distill", "evaluate", "frontier", "confidence"))
-    parser.add_argument("--direction", choices=("smollm2-gemma", "gemma-smollm2"), required=True)
+    parser.add_argument("step", choices=("fit", "distill", "evaluate", "frontier", "confidence", "agents"))
+    parser.add_argument("--direction", choices=DIRECTIONS, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=default_cache_dir())
     parser.add_argument("--smollm2", type=Path, help="a folder or .gguf; fetched if not given")
     parser.add_argument("--gemma", type=Path, help="a folder or .gguf; fetched if not given")
+    parser.add_argument("--sibling", type=Path, help="what `bench.sibling shrink` made; the cache's if not given")
+    parser.add_argument("--tuned", type=Path, help="what `bench.sibling tune` made; the cache's if not given")
     parser.add_argument("--dtype", default="bfloat16" if torch.cpu._is_amx_tile_supported() else "float32")
     parser.add_argument("--control", action="store_true", help="distil the token-only control instead")
     parser.add_argument("--minutes", type=float)
@@ -104,15 +115,33 @@ def parse() -> argparse.Namespace:
 
 def models(arguments: argparse.Namespace, dtype: str) -> tuple[LanguageModel, LanguageModel]:
     """Load source and target of the direction."""
-    paths = {"smollm2": arguments.smollm2, "gemma": arguments.gemma}
-    if not all(paths.values()):
-        fetched = fetch_demo_models(arguments.cache / "demo")
-        paths = {"smollm2": fetched["smollm2-135m-instruct"], "gemma": fetched["gemma-3-270m"]}
-    full_names = {"smollm2": "smollm2-135m-instruct", "gemma": "gemma-3-270m"}
     source, target = (
-        replace(load_model(paths[name], dtype=dtype), name=full_names[name]) for name in arguments.direction.split("-")
+        replace(load_model(path_of(name, arguments), dtype=dtype), name=FULL_NAMES[name])
+        for name in arguments.direction.split("-")
     )
     return source, target
+
+
+FULL_NAMES = {
+    "smollm2": "smollm2-135m-instruct",
+    "full": "smollm2-135m-instruct",
+    "base": "smollm2-135m-instruct",
+    "sibling": "smollm2-135m-instruct, half its layers",
+    "tuned": "smollm2-135m-instruct, tuned",
+    "gemma": "gemma-3-270m",
+}
+
+
+def path_of(name: str, arguments: argparse.Namespace) -> Path:
+    """Return where a model of a direction is: as given, as made by `bench.sibling`, or fetched."""
+    if name in SIBLINGS:
+        made = getattr(arguments, name, None) or arguments.cache / "siblings" / SIBLINGS[name]
+        if not (made / "sibling.json").is_file():
+            raise BadInput(f"{made} is no finished relative; make it first: python -m bench.sibling")
+        return Path(made)
+    own = "gemma" if name == "gemma" else "smollm2"
+    given = getattr(arguments, own)
+    return given or fetch_demo_models(arguments.cache / "demo")[FULL_NAMES[own]]
 
 
 def training_documents(arguments: argparse.Namespace) -> list[Document]:
@@ -124,7 +153,7 @@ def training_documents(arguments: argparse.Namespace) -> list[Document]:
 
 def fit_options(arguments: argparse.Namespace) -> FitOptions:
     """Return what to fit of a direction."""
-    return replace(FIT, tokens=TOKENS[arguments.direction])
+    return replace(FIT, tokens=TOKENS.get(arguments.direction, USUAL_TOKENS))
 
 
 def run_fit(arguments: argparse.Namespace) -> None:
@@ -250,6 +279,19 @@ def run_confidence(arguments: argparse.Namespace) -> None:
     for line in confidence_lines(record):
         print(line, file=sys.stderr)
     finish(arguments, record)
+
+
+def run_agents(arguments: argparse.Namespace) -> None:
+    """Score hand-overs to a target with a system prompt of its own."""
+    from bench.agents import evaluate_agents  # which needs no more of this module than its documents
+
+    source, target = models(arguments, "float32")
+    translator, controls = made(arguments.work)
+    options = EvaluationOptions(
+        context_tokens=arguments.context, tail=arguments.tail, documents=arguments.documents, passkeys=0
+    )
+    documents = held_out_and_training(arguments.cache / "corpora").held_out
+    finish(arguments, evaluate_agents(source, target, translator, documents, controls, options, progress=tell))
 
 
 def save(folder: Path, translator: Translator, source: LanguageModel, target: LanguageModel, options: Any) -> None:

@@ -386,10 +386,40 @@ def switches() -> str:
     return "\n".join(lines) + "\n"
 
 
+GUIDE = {"ridge": 0.889, "distilled": 0.984}
+"""Accuracy kept of the target's own, Qwen3-4B → Qwen3-30B-A3B, as the widespread guide and the paper it retells say."""
+
+
+def guide() -> str:
+    """Return the guide's two figures beside what was measured here for the same two stages."""
+    lines = [
+        "| stage | the guide: accuracy kept, Qwen3-4B → 30B-A3B | here: share of the context's gain kept |",
+        "|---|---|---|",
+    ]
+    for stage, arm in (("ridge", "ridge"), ("distilled", "translated")):
+        told = []
+        for direction, label in NAMES.items():
+            for context in (192, 1024):
+                report = load(f"{direction}-{context}-tail1")
+                if report is not None and arm in report["arms"]:
+                    told.append(f"{label}, {context}: {interval(report['arms'][arm]['share_kept'], 2)}")
+        lines.append(f"| {stage} | {GUIDE[stage]:.1%} | {'; '.join(told) or 'not measured yet'} |")
+    tasks = [
+        f"{label}: {interval(record['over_counting']['arms']['translated']['retention'], 3)}"
+        for direction, label in NAMES.items()
+        if (record := load(f"tasks-{direction}")) is not None and record["over_counting"] is not None
+    ]
+    told_tasks = "; ".join(tasks) if tasks else "not measured yet"
+    return (
+        "\n".join(lines) + f"\n\nAccuracy kept on the local tasks that count (`python -m bench.tasks`): {told_tasks}.\n"
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         summary,
+        guide,
         quality,
         long_context,
         reverse,

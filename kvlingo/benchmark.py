@@ -306,10 +306,17 @@ def at_length(pair: Pair, length: int, options: BenchOptions, forecast: Forecast
         "new_tokens": case.new,
         "caches": "read" if really_read else "filled at random",
         "reprefill_chunk": chunk,
+        "target_cache_bytes": cache_bytes(pair.target, case.tokens),
         "arms": found,
         **speedups(found),
         "apply": apply_rate(case, forecast),
     }
+
+
+def cache_bytes(lm: LanguageModel, tokens: int) -> int:
+    """Return what a cache of so many tokens takes at least: of a sliding layer its window."""
+    held = ((tokens - layer.first_held(tokens)) * layer.width for layer in lm.geometry.layers)
+    return sum(held) * lm.dtype.itemsize
 
 
 def timed_arms(

@@ -7,9 +7,11 @@ built by this package. Nothing here shares storage with the cache it was read fr
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvlingo.errors import BadInput, UnsupportedCache
-from kvlingo.geometry import Geometry
+from kvlingo.geometry import Geometry, LayerGeometry
 from kvlingo.rope import Rotary
 
 CacheKind = Literal["dynamic", "static", "offloaded"]
@@ -32,8 +34,8 @@ class KV:
     sliding window needs.
     """
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
     tokens: int
 
     def __post_init__(self) -> None:
@@ -158,14 +160,43 @@ def read_cache(
 
     Raises `UnsupportedCache` where a layer does not hold what is asked for.
     """
+    parts, tokens = _parts(cache, geometry, start, stop, partial, first_wanted, row)
+    rotary, places = rotary.for_one_pass(), dict[tuple[int, torch.device], Tensor]()
+    keys, values = [], []
+    for index, part in enumerate(parts):
+        device, first = part.keys.device, part.stop - part.keys.shape[2]
+        at = places.setdefault((first, device), torch.arange(first, part.stop, device=device) + position)
+        free_keys, free_values = rotary.strip(part.keys, part.values, index, at)
+        keys.append(free_keys)
+        values.append(free_values)
+    return KV(tuple(keys), tuple(values), tokens)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The last tokens before `stop` that are wanted of one cache layer: rotated, and in the cache's own storage."""
+
+    keys: Tensor
+    values: Tensor
+    stop: int
+
+
+def _parts(
+    cache: Any,
+    geometry: Geometry,
+    start: int,
+    stop: int | None,
+    partial: bool,
+    first_wanted: Sequence[int] | None,
+    row: int | None,
+) -> tuple[list[Part], int]:
+    """Return what is asked for of each layer, and of how many tokens it is; arguments as for `read_cache`."""
     held = held_states(cache, geometry)
     tokens = held[0].tokens
     stop = tokens if stop is None else stop
     if not 0 <= start <= stop <= tokens:
         raise UnsupportedCache(f"the cache holds {tokens} tokens, got the range {start} to {stop}; give one inside it")
-    rows = slice(None) if row is None else slice(row, row + 1)
-    rotary, places = rotary.for_one_pass(), dict[tuple[int, torch.device], Tensor]()
-    keys, values = [], []
+    rows, parts = slice(None) if row is None else slice(row, row + 1), []
     for index, (layer, shape) in enumerate(zip(held, geometry.layers, strict=True)):
         lost = tokens - layer.keys.shape[2]
         if lost > start and not (partial and lost <= shape.first_held(stop)):
@@ -174,14 +205,96 @@ def read_cache(
                 "re-prefill, or let the source read into a full-length cache (kvlingo.language_model.prefill does)"
             )
         wanted = start if first_wanted is None else max(start, first_wanted[index])
-        first = min(max(wanted, lost), stop)
-        device = layer.keys.device
-        positions = places.setdefault((first, device), torch.arange(first, stop, device=device) + position)
-        here = slice(first - lost, stop - lost)
-        free_keys, free_values = rotary.strip(layer.keys[rows, :, here], layer.values[rows, :, here], index, positions)
-        keys.append(free_keys)
-        values.append(free_values)
-    return KV(tuple(keys), tuple(values), stop - start)
+        here = slice(min(max(wanted, lost), stop) - lost, stop - lost)
+        parts.append(Part(layer.keys[rows, :, here], layer.values[rows, :, here], stop))
+    return parts, stop - start
+
+
+def view_cache(
+    cache: Any, rotary: Rotary, geometry: Geometry, *, start: int = 0, first_wanted: Sequence[int] | None = None
+) -> CacheView:
+    """Return what `read_cache` does, each layer made when it is asked for: for one pass over a cache that stays as it is.
+
+    Arguments and errors as for `read_cache`; the errors come now.
+    """
+    parts, tokens = _parts(cache, geometry, start, None, False, first_wanted, None)
+    return CacheView(parts, rotary, tokens)
+
+
+class CacheView(KV):
+    """A `KV` that makes a layer's position-free keys when it is asked for that layer, and keeps the last one only.
+
+    What a hand-over reads is as large as the source's cache: a copy of it would be most of a hand-over's memory.
+    """
+
+    def __init__(self, parts: Sequence[Part], rotary: Rotary, tokens: int) -> None:
+        made: dict[int, tuple[Tensor, Tensor]] = {}
+        rotary, places = rotary.for_one_pass(), dict[tuple[int, int, torch.device], Tensor]()
+
+        def layer(index: int) -> tuple[Tensor, Tensor]:
+            if index not in made:
+                part = parts[index]
+                span = (part.stop - part.keys.shape[2], part.stop, part.keys.device)
+                at = places.setdefault(span, torch.arange(*span[:2], device=span[2]))
+                made.clear()
+                made[index] = rotary.seen(part.keys, part.values, index, at)
+            return made[index]
+
+        # Not the dataclass's own `__init__`, which would look at every layer.
+        for name, value in (
+            ("keys", _Layers(lambda index: layer(index)[0], len(parts))),
+            ("values", _Layers(lambda index: layer(index)[1], len(parts))),
+            ("tokens", tokens),
+            ("_parts", parts),
+            ("_rotary", rotary),
+        ):
+            object.__setattr__(self, name, value)
+
+    _parts: Sequence[Part]
+    _rotary: Rotary
+
+    def held(self, layer: int) -> int:
+        """Return how many of the tokens this layer holds."""
+        return self._parts[layer].keys.shape[2]
+
+    def narrow(self, start: int, stop: int) -> CacheView:
+        """Return what the layers hold of the tokens [start, stop)."""
+
+        def cut(part: Part) -> Part:
+            lost = self.tokens - part.keys.shape[2]
+            here = slice(max(start - lost, 0), max(stop - lost, 0))
+            return Part(part.keys[:, :, here], part.values[:, :, here], part.stop - (self.tokens - stop))
+
+        return CacheView([cut(part) for part in self._parts], self._rotary, stop - start)
+
+    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> KV:
+        """Return this view where nothing has to move, else a copy."""
+        moves = any(
+            (device or x.device, dtype or x.dtype) != (x.device, x.dtype)
+            for p in self._parts
+            for x in (p.keys, p.values)
+        )
+        return super().to(device, dtype) if moves else self
+
+
+class _Layers(Sequence[Tensor]):
+    """One tensor a layer, made when it is asked for."""
+
+    def __init__(self, make: Callable[[int], Tensor], count: int) -> None:
+        self._make, self._count = make, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        places = range(self._count)[index]
+        return self._make(places) if isinstance(places, int) else [self._make(place) for place in places]
 
 
 def owning_layers(cache: Any, geometry: Geometry) -> list[Any]:
@@ -436,40 +549,162 @@ def truncate(cache: Any, tokens: int, geometry: Geometry, config: Any) -> Dynami
     return new
 
 
+# --- in the making -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Room:
+    """One layer's storage, [1, kv_heads, slots, dim] each: its last slots are those of a cache's last tokens.
+
+    Fields:
+        front: the slots before those of the middle; lost: how many first tokens of the middle it has none for.
+    """
+
+    keys: Tensor
+    values: Tensor
+    front: int
+    lost: int
+
+
+class OpenCache:
+    """A cache of one row with room for a whole conversation, of which the middle is written piece by piece.
+
+    Fields:
+        cache: what the model goes on from, once nothing is left to read.
+        start, stop: the middle; tokens: of the conversation.
+        reads_first: whether what stands before the middle is left to read too.
+
+    The rest, the tokens after the middle and, where there is no cache of what stands before it, those before it too, the model
+    reads in one pass (`being_read`). Every token is written once, to where it stays: a cache that grows copies all that it
+    holds for each part that is added. Sliding layers keep what comes after their window, as those of `write_cache` do.
+    """
+
+    def __init__(
+        self,
+        rotary: Rotary,
+        geometry: Geometry,
+        config: Any,
+        *,
+        middle: tuple[int, int],
+        tokens: int,
+        lost: Sequence[int],
+        dtype: torch.dtype,
+        devices: Sequence[torch.device],
+        before: Any = None,
+    ) -> None:
+        """Make room.
+
+        Args:
+            middle: the range of tokens that is written; tokens: of the conversation, up to where the cache is to go.
+            lost: per layer how many first tokens of the middle nothing looks back to: neither they nor what stands before them
+                is kept.
+            devices: where each layer of the model computes.
+            before: a cache of what stands before the middle.
+
+        Raises `UnsupportedCache` where `before` can't be gone on from, or a layer of this model is of another kind.
+        """
+        self.start, self.stop = middle
+        self.tokens, self.reads_first = tokens, before is None and middle[0] > 0
+        self._rotary, self.cache = rotary, native_cache(config)
+        held = held_states(before, geometry) if before is not None and self.start else None
+        self._rooms = [
+            _room(shape, n, device, dtype, self, None if held is None else held[index])
+            for index, (shape, n, device) in enumerate(zip(geometry.layers, lost, devices, strict=True))
+        ]
+        self._layers = [_recording(self.cache, place) for place in geometry.cache_layers]
+        for index, (layer, room) in enumerate(zip(self._layers, self._rooms, strict=True)):
+            if type(layer) not in (DynamicLayer, RecordingLayer):
+                raise UnsupportedCache(
+                    f"layer {index} of this model's cache is a {type(layer).__name__}, which can't be made; re-prefill"
+                )
+            layer.lazy_initialization(room.keys, room.values)
+            self._show(layer, room, room.front if self.reads_first else 0, room.keys.shape[2] - (tokens - self.stop))
+
+    def write(self, pieces: Iterable[tuple[int, int, Tensor, Tensor]]) -> None:
+        """Write position-free keys and values [1, kv_heads, tokens, dim] of some tokens of the middle.
+
+        Args:
+            pieces: layer, first token, keys, values; of tokens that stand close together, as cos and sin are kept till the end.
+        """
+        rotary, places = self._rotary.for_one_pass(), dict[tuple[int, int, torch.device], Tensor]()
+        for index, first, keys, values in pieces:
+            room = self._rooms[index]
+            span = (first, first + keys.shape[2], room.keys.device)
+            at = places.setdefault(span, torch.arange(*span[:2], device=span[2]))
+            slot = room.front + first - self.start - room.lost
+            here = slice(slot, slot + keys.shape[2])
+            rotated = rotary.apply(keys.to(room.keys), values.to(room.values), index, at)
+            for room_side, side in zip((room.keys, room.values), rotated, strict=True):
+                room_side[:, :, here] = side
+
+    @property
+    def left(self) -> list[int]:
+        """Return the places of the tokens that are left to read."""
+        return [*range(self.start if self.reads_first else 0), *range(self.stop, self.tokens)]
+
+    def slots(self, layer: int) -> list[int]:
+        """Return the place of the token in each slot that a layer shows when all is read."""
+        room = self._rooms[layer]
+        held = self.tokens - self.start - room.lost
+        return [*range(self.start - room.front, self.start), *range(self.tokens - held, self.tokens)]
+
+    @contextmanager
+    def being_read(self) -> Iterator[Any]:
+        """Give the cache to the one pass that reads what is left; what it makes goes to its place."""
+        for index, layer in enumerate(self._layers):
+            layer.update = partial(self._take, index)
+        try:
+            yield self.cache
+        finally:
+            for layer in self._layers:
+                del layer.update  # the class's own again
+
+    def _take(self, index: int, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Put a pass's keys and values of one layer where they stay; return all that it may see."""
+        layer, room = self._layers[index], self._rooms[index]
+        first = self.start if self.reads_first else 0
+        last = self.tokens - self.stop
+        if keys.shape[2] != first + last:
+            raise UnsupportedCache(f"{first + last} tokens are left to read, got {keys.shape[2]}; read them at once")
+        for mine, new in ((room.keys, keys), (room.values, values)):
+            mine[:, :, :first] = new[:, :, :first]
+            mine[:, :, mine.shape[2] - last :] = new[:, :, first:]
+        self._show(layer, room, room.front if room.lost else 0, room.keys.shape[2])
+        if self.reads_first or not layer.is_sliding:
+            return room.keys, room.values
+        visible = layer.sliding_window - 1 + last
+        return room.keys[:, :, -visible:], room.values[:, :, -visible:]
+
+    def _show(self, layer: Any, room: _Room, start: int, stop: int) -> None:
+        """Let a layer hold some of its slots."""
+        layer.keys, layer.values = room.keys[:, :, start:stop], room.values[:, :, start:stop]
+        if layer.is_sliding:
+            layer.cumulative_length = self.tokens if stop == room.keys.shape[2] else self.stop
+
+
+def _room(
+    shape: LayerGeometry, lost: int, device: torch.device, dtype: torch.dtype, cache: OpenCache, before: Held | None
+) -> _Room:
+    """Make a layer's room, with what is there before the middle."""
+    front = 0
+    if cache.reads_first:
+        front = cache.start
+    elif before is not None and not lost:
+        front = before.keys.shape[2]
+    slots = front + cache.tokens - cache.start - lost
+    keys, values = (
+        torch.empty(1, shape.kv_heads, slots, dim, dtype=dtype, device=device)
+        for dim in (shape.key_dim, shape.value_dim)
+    )
+    if before is not None and front:
+        keys[:, :, :front], values[:, :, :front] = before.keys, before.values
+    return _Room(keys, values, front, lost)
+
+
 # --- sharing ---------------------------------------------------------------------------------------------------------
 
 # Their `update` makes new tensors and never writes into those it had, so a copy of the layer object is a copy of what it holds.
 REBINDING_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, RecordingLayer)
-
-
-def append_kv(cache: Any, kv: KV, rotary: Rotary, geometry: Geometry, config: Any) -> None:
-    """Append tokens to a dynamic cache of one row, as if the model had read them; the cache grows in place.
-
-    Where a layer of `kv` holds its last tokens only, what the cache had before has left that layer's window and goes. An empty
-    cache is filled as `write_cache` does.
-    """
-    before = int(cache.get_seq_length())
-    tokens, fresh = before + kv.tokens, native_cache(config)
-    rotary, positions = rotary.for_one_pass(), dict[tuple[int, torch.device], Tensor]()
-    for index, (place, shape) in enumerate(zip(geometry.cache_layers, geometry.layers, strict=True)):
-        held, needed = kv.held(index), min(tokens - shape.first_held(tokens), kv.tokens)
-        if held < needed:
-            raise UnsupportedCache(
-                f"layer {index} needs the last {needed} of {kv.tokens} tokens, got {held}; re-prefill"
-            )
-        device = kv.keys[index].device
-        at = positions.setdefault((held, device), torch.arange(tokens - held, tokens, device=device))
-        keys, values = rotary.apply(kv.keys[index], kv.values[index], index, at)
-        if held == kv.tokens and before:
-            if cache.layers[place].get_seq_length() != before:
-                raise UnsupportedCache(
-                    f"layer {index} of the cache has not read the {before} tokens of layer 0; re-prefill"
-                )
-            cache.layers[place].update(keys, values)
-            continue
-        cache.layers[place] = fresh.layers[place]
-        if held:
-            _fill(_recording(cache, place), keys, values, tokens)
 
 
 def can_fork(cache: Any, tokens: int, geometry: Geometry, dtype: torch.dtype, devices: Sequence[torch.device]) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvlingo.corpus import Example, examples, require_examples
 from kvlingo.language_model import LanguageModel, read_padded
 from kvlingo.processes import ALONE, Processes
-from kvlingo.shapes import FitOptions, base_config, candidate_blocks, feature_names
+from kvlingo.shapes import FitOptions, base_config, candidate_choices, feature_names
 from kvlingo.stats import GramStats, load_tensors, save_tensors
 from kvlingo.texts import Document
 from kvlingo.timing import give_back_memory
@@ -40,14 +40,16 @@ class Collector:
         self.features = feature_names(config, options)
 
     def empty(self) -> GramStats:
-        """Return statistics of no tokens, with every product that any choice may need."""
+        """Return statistics of no tokens, with every product that any choice may need: none of two windows' outer ends."""
         config = self.config
-        per_layer = [candidate_blocks(config, layer, self.options) for layer in range(len(config.target))]
-        pairs = {(a, b) for blocks in per_layer for a in blocks for b in blocks}
+        per_layer = [candidate_choices(config, layer, self.options) for layer in range(len(config.target))]
+        pairs = {(a, b) for choices in per_layer for blocks in choices for a in blocks for b in blocks}
         outputs = {f"target/{layer}": config.target.layers[layer].width for layer in range(len(config.target))}
-        pairs |= {(a, f"target/{layer}") for layer, blocks in enumerate(per_layer) for a in blocks}
+        pairs |= {
+            (a, f"target/{layer}") for layer, choices in enumerate(per_layer) for blocks in choices for a in blocks
+        }
         dims = {name: config.width(name) for name in self.features} | outputs
-        return GramStats(dims, pairs, tuple(outputs), multiplied_in=product_dtype(self.source, self.target))
+        return GramStats(dims, pairs, tuple(outputs))
 
     def collect(
         self,
@@ -64,6 +66,7 @@ class Collector:
         """
         saved = SavedStats(work_dir if processes.is_first else None, what, self.key(tokens), digest_of(documents))
         stats = self.empty()
+        stats.multiplied_in = product_dtype(self.source, self.target)
         done = processes.told(saved.restore(stats))
         read = 0
         try:
@@ -96,6 +99,8 @@ class Collector:
     def key(self, tokens: int) -> str:
         """Identify what the statistics of `tokens` tokens depend on, but for the texts."""
         facts = [self.source.fingerprint, self.target.fingerprint, tokens, asdict(self.options), "kinds in turn"]
+        if self.options.shift:
+            facts.append("products within windows")
         return json.dumps(facts, sort_keys=True, default=str)
 
     def pieces(self, documents: Sequence[Document], tokens: int) -> Iterator[Example]:

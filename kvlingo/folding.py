@@ -8,7 +8,7 @@ bounded. Equals the plain way to rounding (`tests/test_folding.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -151,7 +151,19 @@ class Folded:
         exact: int,
     ) -> list[Mapped]:
         """Return keys and values of each target layer from `exact` on; arguments as for `Translator.forward`."""
-        found: dict[int, Mapped] = {}
+        made = self.pieces(source, alignment, embeddings, start, skip, exact)
+        return [mapped for _, mapped in sorted(made, key=lambda pair: pair[0])]
+
+    def pieces(
+        self,
+        source: KV | None,
+        alignment: Tensor,
+        embeddings: Block | None,
+        start: int,
+        skip: Sequence[int],
+        exact: int,
+    ) -> Iterator[tuple[int, Mapped]]:
+        """Yield what `apply` returns, each with its layer, as it is made: what is used at once need not be kept."""
         wanted = sorted((skip[layer], layer) for layer in self.maps if layer >= exact)
         for first, same in groupby(wanted, key=lambda pair: pair[0]):
             for layers in self._groups([layer for _, layer in same], len(alignment) - first):
@@ -162,9 +174,9 @@ class Folded:
                     here = slice(rows.start - first, rows.stop - first)
                     for layer in layers:
                         self.maps[layer].put(panel, text, here, room[layer])
+                panel = text = None
                 for layer in layers:
-                    found[layer] = self.maps[layer].finished(room[layer])
-        return [found[layer] for layer in sorted(found)]
+                    yield layer, self.maps[layer].finished(room.pop(layer))
 
     def _groups(self, layers: Sequence[int], tokens: int) -> Iterable[list[int]]:
         """Cut layers into neighbours that are mapped together: as many as leave a chunk `GOOD_ROWS` tokens."""

@@ -7,7 +7,7 @@ check, distillation, evaluation and serving all go through it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,12 +18,25 @@ from torch import Tensor
 from kvlingo.alignment import align
 from kvlingo.anchors import Anchors
 from kvlingo.batches import prefill_batch, side_by_side
-from kvlingo.cache import KV, append_kv, can_fork, concat, fork, native_cache, read_cache, take_row, write_cache
+from kvlingo.cache import (
+    KV,
+    OpenCache,
+    can_fork,
+    concat,
+    fork,
+    native_cache,
+    read_cache,
+    take_row,
+    view_cache,
+    write_cache,
+)
 from kvlingo.confidence import Confidence
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.language_model import (
     LanguageModel,
     cache_devices,
+    is_remembered,
+    layer_weights,
     native_layers,
     prefill,
     prefill_in_parts,
@@ -32,9 +45,9 @@ from kvlingo.language_model import (
 )
 from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan, with_anchors
 from kvlingo.reading import Reading, read_chat, read_text
-from kvlingo.recompute import recompute
+from kvlingo.recompute import read_both_ends, reads_both_ends, recompute
 from kvlingo.signs import Seen, signs_of
-from kvlingo.steps import Steps, finished, parts
+from kvlingo.steps import Steps, finished
 from kvlingo.translator import Translator, TranslatorConfig, check_geometry, first_read
 from kvlingo.trust import Evidence, doubts, embeddings_of, exact_layers, first_layers_of, place_of
 
@@ -388,7 +401,7 @@ def hand_off_in_parts(
         plan = crossing.reprefill(distrust)
     if no_text:
         refuse_to_read(plan, sink)
-    plan, cache = yield from crossing.carry_out(plan, most)
+    plan, cache = yield from crossing.carry_out(plan, most, leave_open=not no_text)
     if no_text:
         refuse_to_read(plan, sink)
     translated = time.perf_counter()
@@ -465,7 +478,9 @@ class _Crossing:
     def reprefill(self, reason: str) -> HandoffPlan:
         return reprefill_plan(len(self.reading), reason, native=self.native, earlier=self.earlier)
 
-    def carry_out(self, plan: HandoffPlan, most: int | None) -> Steps[tuple[HandoffPlan, Any]]:
+    def carry_out(
+        self, plan: HandoffPlan, most: int | None, *, leave_open: bool = False
+    ) -> Steps[tuple[HandoffPlan, Any]]:
         return carry_out_in_parts(
             plan,
             self.source,
@@ -478,6 +493,7 @@ class _Crossing:
             most=most,
             opening=self.reading.opening,
             anchors=self.anchors if plan.fallback is None else None,
+            leave_open=leave_open,
         )
 
     def signs(self, plan: HandoffPlan, cache: Any, logits: Tensor) -> dict[str, float | None]:
@@ -500,6 +516,8 @@ def _read_rest(
     target: LanguageModel, ids: Tensor, cache: Any, rows: int, most: int | None
 ) -> Steps[tuple[Any, Tensor | None]]:
     """Let the target read what its cache lacks of `ids`; return the logits [rows, vocabulary] of the last `rows` tokens."""
+    if isinstance(cache, OpenCache):
+        return read_left(target, ids, cache, rows)
     rest = ids[cache.get_seq_length() if cache is not None else 0 :]
     if not len(rest):
         return cache, None
@@ -509,6 +527,16 @@ def _read_rest(
         target, rest, most=most, cache=cache, full_length=True, logits_to_keep=min(rows, len(rest))
     )
     return done.cache, done.logits
+
+
+def read_left(target: LanguageModel, ids: Tensor, opened: OpenCache, rows: int) -> tuple[Any, Tensor]:
+    """Let the target read what is left of a conversation in one pass; return its cache and the last `rows` tokens' logits."""
+    if opened.reads_first:
+        logits = read_both_ends(target, opened, ids, rows)
+    else:
+        with opened.being_read() as cache:
+            logits = prefill(target, ids[opened.stop :], cache=cache, logits_to_keep=rows).logits
+    return opened.cache, logits
 
 
 def as_one_text(reading: Reading) -> Reading:
@@ -554,6 +582,7 @@ def carry_out_in_parts(
     most: int | None,
     opening: int = 0,
     anchors: Anchors | None = None,
+    leave_open: bool = False,
 ) -> Steps[tuple[HandoffPlan, Any]]:
     """Do what `carry_out` does, reading or translating at most `most` tokens a step; None: all at once.
 
@@ -561,98 +590,234 @@ def carry_out_in_parts(
         opening: how many first tokens are those of many conversations (`Reading.opening`).
         anchors: those by a signal are chosen here, when the middle has been translated; the plan that comes back has them. With
             anchors all is translated in one step.
+        leave_open: give an `OpenCache` where the rest is one step: the tail is still to be read into it, and the first tokens
+            with it where that is one pass less.
     """
     tokens, start, stop = plan.tokens, *plan.translated
-    is_chosen_here = anchors is not None and anchors.needs_scores
     try:
         refuse_target(target, tokens)
         cache = native_cache_of(plan, target, target_state)
         if start == stop:
             return plan, cache
-        cache = yield from extend_in_parts(target, cache, ids[:start], most=most, opening=opening)
+        leave_open = leave_open and (most is None or start + plan.tail < most)
+        has_anchors = bool(plan.anchors) or (anchors is not None and anchors.needs_scores)
+        reads_first = cache is None and leave_open and not has_anchors
+        reads_first = reads_first and reads_ends_at_once(plan, target, ids[:start], opening)
+        if not reads_first:
+            cache = yield from extend_in_parts(target, cache, ids[:start], most=most, opening=opening)
         if translator.config.reads_source:
             refuse_changed_angles(source, source_state.cache.get_seq_length())
-        if not plan.anchors and not is_chosen_here and exact_layers(plan, translator) <= 1:
-            given = (source, target, translator, source_state, alignment, ids)
-            middle = yield from _translate_in_parts(plan, *given, most=most)
-        else:
-            source_kv, offset = _source_of(plan, source, target, translator, source_state, alignment, is_chosen_here)
-            known, chosen = (target, translator, source_kv, alignment - offset, ids), None
-            if anchors is not None and is_chosen_here:
-                chosen = translate(plan, *known, skip=[0] * len(target.geometry))
-                scores = middle_doubts(plan, anchors.by, *known, middle=chosen)
-                plan, chosen = choose_anchors(plan, anchors, scores, chosen)
-            if plan.fallback:
-                return plan, cache
-            start = plan.translated[0]  # an anchor beside the sinks has become one of them
-            cache = extend(target, cache, ids[:start])
-            middle = translate(plan, *known) if chosen is None else chosen
-            if plan.anchors:
-                prefix = read_cache(cache, target.rotary, target.geometry, partial=True) if start else None
-                return plan, target_cache(target, assemble(plan, *known, prefix=prefix, middle=middle))
-        placed = middle.place(cache_devices(target))
-        append_kv(cache, placed, target.rotary, target.geometry, target.model.config)
-        return plan, cache
+        known = (source, target, translator, source_state)
+        if has_anchors:
+            return carry_anchors(plan, *known, cache, alignment, ids, anchors=anchors)
+        opened = OpenCache(
+            target.rotary,
+            target.geometry,
+            target.model.config,
+            middle=(start, stop),
+            tokens=tokens if leave_open else stop,
+            lost=not_held(plan, target),
+            dtype=target.dtype,
+            devices=cache_devices(target),
+            before=cache,
+        )
+        for number, piece in enumerate(pieces_of_middle(plan, *known, alignment, ids, most=most)):
+            if most is not None and number:
+                yield
+            opened.write(piece)
+        return plan, opened if leave_open else opened.cache
     except UnsupportedCache as error:
         # Whatever could not be read is read again by the target: slower, never wrong, and the plan says so.
         return reprefill_plan(tokens, str(error)), None
 
 
-def _source_of(
+def carry_anchors(
     plan: HandoffPlan,
     source: LanguageModel,
     target: LanguageModel,
     translator: Translator,
-    state: ModelState,
-    alignment: Tensor,
-    whole: bool = False,
-    skip: Sequence[int] | None = None,
-) -> tuple[KV | None, int]:
-    """Return what a plan's middle is translated from, and which source token it begins with; `whole`: all layers in full."""
-    start, stop = plan.translated
-    if not translator.config.reads_source:
-        return None, 0
-    held = int(state.cache.get_seq_length())
-    first = first_source_token(translator.config, int(alignment[start]), state.translated_until)
-    last = held if whole else min(held, int(alignment[stop - 1]) + 1)
-    skip = not_held(plan, target) if skip is None else skip
-    wanted = first_read(translator.config, skip, exact_layers(plan, translator), alignment[start:stop], last)
-    kv = read_cache(
-        state.cache, source.rotary, source.geometry, start=first, stop=last, first_wanted=None if whole else wanted
-    )
-    return kv, first
-
-
-def _translate_in_parts(
-    plan: HandoffPlan,
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    state: ModelState,
+    source_state: ModelState,
+    cache: Any,
     alignment: Tensor,
     ids: Tensor,
     *,
-    most: int | None,
-) -> Steps[KV]:
-    """Return the target's KV of a plan's middle, translated part by part: each token's depends on no later one."""
-    left_out, found = not_held(plan, target), list[KV]()
-    begin = plan.translated[0]
-    for start, stop in parts(*plan.translated, most):
-        if found:
-            yield
-        part = _part_of(plan, start, stop)
-        skip = [min(max(0, begin + left - start), stop - start) for left in left_out]
-        source_kv, offset = _source_of(part, source, target, translator, state, alignment, skip=skip)
-        found.append(translate(part, target, translator, source_kv, alignment - offset, ids, skip=skip))
-    return found[0] if len(found) == 1 else concat(found)
+    anchors: Anchors | None,
+) -> tuple[HandoffPlan, Any]:
+    """Do what `carry_out` does where the target reads tokens in the middle, which is there as a whole then.
+
+    `cache`: of what stands before the middle.
+    """
+    start, _ = plan.translated
+    is_chosen_here = anchors is not None and anchors.needs_scores
+    source_kv, offset = None, 0
+    if translator.config.reads_source:
+        offset = first_source_token(translator.config, int(alignment[start]), source_state.translated_until)
+        wanted = wanted_of_source(plan, target, translator, source_state, alignment)
+        source_kv = read_cache(
+            source_state.cache,
+            source.rotary,
+            source.geometry,
+            start=offset,
+            first_wanted=None if is_chosen_here else wanted,
+        )
+    known, middle = (target, translator, source_kv, alignment - offset, ids), None
+    if anchors is not None and is_chosen_here:
+        middle = translate(plan, *known, skip=[0] * len(target.geometry))
+        scores = middle_doubts(plan, anchors.by, *known, middle=middle)
+        plan, middle = choose_anchors(plan, anchors, scores, middle)
+    if plan.fallback:
+        return plan, cache
+    start = plan.translated[0]  # an anchor beside the sinks has become one of them
+    cache = extend(target, cache, ids[:start])
+    prefix = read_cache(cache, target.rotary, target.geometry, partial=True) if start else None
+    return plan, target_cache(target, assemble(plan, *known, prefix=prefix, middle=middle))
 
 
-def _part_of(plan: HandoffPlan, start: int, stop: int) -> HandoffPlan:
-    """Return a plan of the same tokens that translates [start, stop) only."""
-    (span,) = (s for s in plan.spans if s.kind is SpanKind.TRANSLATED)
-    before = Span(0, start, SpanKind.NATIVE, span.provenance, span.reason)
-    after = Span(stop, plan.tokens, SpanKind.RECOMPUTED, span.provenance, span.reason)
-    return replace(plan, spans=(before, replace(span, start=start, stop=stop), after))
+def wanted_of_source(
+    plan: HandoffPlan, target: LanguageModel, translator: Translator, source_state: ModelState, alignment: Tensor
+) -> list[int]:
+    """Return for each source layer the first token that a plan's middle is made from."""
+    return first_read(
+        translator.config,
+        not_held(plan, target),
+        exact_layers(plan, translator),
+        alignment[slice(*plan.translated)],
+        source_state.cache.get_seq_length(),
+    )
+
+
+MOST_COPIED_BYTES = 32 << 20
+"""What one pass over first tokens and tail may copy of a layer, for its attention."""
+
+
+def reads_ends_at_once(plan: HandoffPlan, target: LanguageModel, first: Tensor, opening: int) -> bool:
+    """Tell whether the target reads a plan's first tokens and its tail in one pass: its weights are read once less.
+
+    Not where the first tokens are remembered, or will be; nor where the pass moves more than the weights: under a mask each query
+    head gets a copy of the keys and values that it looks at.
+    """
+    if not len(first) or is_remembered(target, first, opening=opening):
+        return False
+    heads = int(getattr(target.model.config.get_text_config(decoder=True), "num_attention_heads", 1))
+    copied = [
+        (plan.tokens - layer.first_held(plan.tokens)) * heads * (layer.key_dim + layer.value_dim)
+        for layer in target.geometry.layers
+    ]
+    if max(copied) * target.dtype.itemsize > MOST_COPIED_BYTES or 2 * sum(copied) > layer_weights(target.model):
+        return False
+    return reads_both_ends(target)
+
+
+PIECE_TOKENS = 1024
+"""So many tokens are read from the source's cache, translated and written to the target's at a time."""
+
+SPREAD = 2
+"""The source tokens of a piece lie within so many times its length at most: what a gap leaves out is not read."""
+
+Piece = Iterator[tuple[int, int, Tensor, Tensor]]
+
+
+def pieces_of_middle(
+    plan: HandoffPlan,
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    source_state: ModelState,
+    alignment: Tensor,
+    ids: Tensor,
+    *,
+    most: int | None = None,
+) -> Iterator[Piece]:
+    """Yield what `translate` gives, at most `most` tokens at a time: layer, first token, keys, values of each.
+
+    Only what a piece is made from is in memory beside it. Nothing of it is done before it is asked for its first layer.
+    """
+    config, (start, stop) = translator.config, plan.translated
+    skip, exact = not_held(plan, target), exact_layers(plan, translator)
+    view, offset = None, 0
+    if config.reads_source:
+        offset = first_source_token(config, int(alignment[start]), source_state.translated_until)
+        view = view_cache(
+            source_state.cache,
+            source.rotary,
+            source.geometry,
+            start=offset,
+            first_wanted=wanted_of_source(plan, target, translator, source_state, alignment),
+        )
+    device, dtype = place_of(translator)
+    below = None
+    if exact > 1:  # the layers below depend on everything before: they are read once
+        with torch.no_grad():
+            below = native_layers(target, ids[:stop], exact)
+
+    def piece(first: int, last: int) -> Piece:
+        left_out = [max(0, min(start + n, last) - first) for n in skip]
+        rows, part = alignment[first:last] - offset, None
+        if view is not None:
+            lowest = max(int(rows.min()) - max(config.source_lags), 0)
+            part, rows = view.narrow(lowest, int(rows.max()) + 1).to(device), rows - lowest
+        before = max(0, first - max(config.embedding_lags, default=0))
+        made = translator.stream(
+            part,
+            rows,
+            embeddings_of(target, translator, ids[before:last]),
+            start=first - before,
+            skip=left_out,
+            native=exact_piece(target, ids, (first, last), exact, left_out, below, device, dtype),
+            rounded=target.dtype,
+        )
+        for layer, row, keys, values in made:
+            yield layer, first + row, keys, values
+
+    for first, last in cut_middle(alignment, start + min(skip, default=0), stop, most):
+        yield piece(first, last)
+
+
+def cut_middle(alignment: Tensor, start: int, stop: int, most: int | None = None) -> list[tuple[int, int]]:
+    """Cut the target tokens [start, stop) into pieces, from the end: what a window holds is a piece, or some whole ones.
+
+    `most`: tokens of a piece; None for `PIECE_TOKENS`.
+    """
+    size, pieces = min(most or PIECE_TOKENS, PIECE_TOKENS), []
+    while start < stop:
+        first = max(start, stop - size)
+        while stop - first > 1 and spread(alignment[first:stop]) > SPREAD * PIECE_TOKENS:
+            first = (first + stop) // 2
+        pieces.append((first, stop))
+        stop = first
+    return pieces[::-1]
+
+
+def spread(places: Tensor) -> int:
+    """Return how many tokens lie between the first and the last of some places, both counted."""
+    return int(places.max()) - int(places.min()) + 1
+
+
+def exact_piece(
+    target: LanguageModel,
+    ids: Tensor,
+    piece: tuple[int, int],
+    exact: int,
+    left_out: Sequence[int],
+    below: KV | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> KV | None:
+    """Return the first layers' KV of a piece, as `exact_kv` does.
+
+    `below`: it, for all tokens, where it depends on what stands before. `left_out`: per layer the first tokens that nobody reads.
+    """
+    first, last = piece
+    if not exact:
+        return None
+    if below is not None:
+        return below.narrow(first, last).to(device, dtype)
+    if left_out[0] == last - first:
+        nothing = first_layers_of(empty_kv(target), exact)
+        return replace(nothing, tokens=last - first).to(device, dtype)
+    with torch.no_grad():
+        found = native_layers(target, ids[first + left_out[0] : last], exact)
+    return replace(found, tokens=last - first).to(device, dtype)
 
 
 def middle_doubts(

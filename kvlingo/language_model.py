@@ -189,13 +189,23 @@ def read_sinks(lm: LanguageModel, ids: Tensor, *, opening: int = 0) -> KV:
     `opening` is how many of them hold nothing of any content (`Reading.opening`). More than those, or than `OPENING_TOKENS` (a
     template may begin with definitions of tools), is never remembered: nobody can tell by the time what others have said.
     """
-    key = (lm.dtype, lm.device, *ids.tolist())
+    key = _sink_key(lm, ids)
     if key in lm.sinks:
         return lm.sinks[key]
     kv = read(lm, ids)
-    if len(ids) <= min(opening, OPENING_TOKENS) and not torch.is_inference_mode_enabled():
+    if is_remembered(lm, ids, opening=opening):
         lm.sinks[key] = kv
     return kv
+
+
+def is_remembered(lm: LanguageModel, ids: Tensor, *, opening: int) -> bool:
+    """Tell whether `read_sinks` knows these first tokens, or will remember them."""
+    may_be = len(ids) <= min(opening, OPENING_TOKENS) and not torch.is_inference_mode_enabled()
+    return may_be or _sink_key(lm, ids) in lm.sinks
+
+
+def _sink_key(lm: LanguageModel, ids: Tensor) -> tuple[object, ...]:
+    return (lm.dtype, lm.device, *ids.tolist())
 
 
 def read(lm: LanguageModel, ids: Tensor) -> KV:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from kvlingo.compacting import compress_folder
+from kvlingo.compression import CompressOptions
 from kvlingo.distillation import DistillOptions
 from kvlingo.errors import BadInput, MissingExtra
 from kvlingo.evaluation import EvaluationOptions
@@ -27,7 +29,7 @@ from kvlingo.store import read_manifest
 from kvlingo.trials import evaluate_folder
 
 TOP = {"source", "target", "both_ways", "out", "about", "dtype", "device", "text", "store"}
-SECTIONS = {"fit", "distill", "eval", "tasks", "dry_run"}
+SECTIONS = {"fit", "compress", "distill", "eval", "tasks", "dry_run"}
 REHEARSED_FIT = {"tokens": 2500, "context_tokens": (32, 48), "held_out_examples": 2, "chat_share": 0.1}
 REHEARSED_DISTILLING = {
     "steps": 2,
@@ -53,6 +55,8 @@ class Recipe:
         text: files and folders to learn from; the prose that comes with Python if there are none.
         fit, distill, evaluation: what differs from `FitOptions`, `DistillOptions` and `EvaluationOptions`; with `auto_map` the
             pair decides on the kind of map.
+        compress: what differs from `CompressOptions`: a smaller translator is made of the fitted one, and distilled in its place;
+            None for no such step.
         contexts: a report is made at each; the one at the first becomes the translator's own.
         tasks: what lm-eval is asked; None for nothing.
         families: of source and target, by `model_type`: what a rehearsal's tiny models are.
@@ -69,10 +73,16 @@ class Recipe:
     store: StorageType = "float32"
     auto_map: bool = True
     fit: Mapping[str, Any] = field(default_factory=dict)
+    compress: Mapping[str, Any] | None = None
     distill: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     contexts: tuple[int, ...] = (192,)
     tasks: HarnessOptions | None = None
+
+    @property
+    def place(self) -> Path:
+        """Return the folder of the translator that is distilled, judged and asked."""
+        return self.out if self.compress is None else self.out / "small"
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -93,6 +103,9 @@ def read_recipe(file: Path) -> Recipe:
             raise BadInput(f"[{section}] of {file.name} is {data[section]!r}; write a table")
     refuse_unknown(data["dry_run"], {"source", "target"}, "[dry_run]")
     learning, evaluation = dict(data.get("fit", {})), dict(data.get("eval", {}))
+    training = dict(data.get("distill", {}))
+    if "steps" in training:  # a number of steps takes the time that it takes
+        training.setdefault("minutes", None)
     contexts = tuple(evaluation.pop("contexts", (192,)))
     return Recipe(
         name=file.stem,
@@ -106,7 +119,8 @@ def read_recipe(file: Path) -> Recipe:
         store=data.get("store", "float32"),
         auto_map="map_kind" not in learning,
         fit=options("fit", learning, FitOptions),
-        distill=options("distill", data.get("distill", {}), DistillOptions),
+        compress=options("compress", data["compress"], CompressOptions) if "compress" in data else None,
+        distill=options("distill", training, DistillOptions),
         evaluation=options("eval", evaluation, EvaluationOptions),
         contexts=contexts,
         tasks=read_tasks(data["tasks"]) if "tasks" in data else None,
@@ -135,7 +149,7 @@ def read_tasks(given: Mapping[str, Any]) -> HarnessOptions:
     """Read what lm-eval is asked."""
     known = {f.name for f in fields(HarnessOptions)} - {"include", "dial"}
     refuse_unknown(given, known, "[tasks]")
-    changes = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    changes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     return HarnessOptions(**{"tasks": (), **changes})
 
 
@@ -165,8 +179,18 @@ def carry_out(recipe: Recipe, say: Say, tell: Say, *, rehearsing: bool = False) 
     done = []
     for source, target, out in directions:
         say(f"{recipe.name}: {source} → {target}")
-        steps = {"fit": make_fit, "distill": make_distilled, "eval": make_reports, "tasks": make_tasks}
+        steps = {
+            "fit": make_fit,
+            "compress": make_smaller,
+            "distill": make_distilled,
+            "eval": make_reports,
+            "tasks": make_tasks,
+        }
         told = {}
+        if recipe.compress is None:
+            del steps["compress"]
+        if recipe.tasks is None:
+            del steps["tasks"]
         for name, step in steps.items():
             say(f"step: {name}")
             try:
@@ -199,12 +223,32 @@ def make_fit(recipe: Recipe, say: Say, tell: Say) -> Any:
     )
 
 
+def make_smaller(recipe: Recipe, say: Say, tell: Say) -> Any:
+    """Compress, unless that was done."""
+    assert recipe.compress is not None
+    if (recipe.place / "translator.json").is_file():
+        return kept(say, "the smaller translator is there")
+    return compress_folder(
+        recipe.out,
+        recipe.place,
+        CompressOptions(**recipe.compress),
+        weigh="sensitivity",
+        source_name=None,
+        target_name=None,
+        texts=recipe.text,
+        where=recipe.where,
+        overwrite=False,
+        say=say,
+        tell=tell,
+    )
+
+
 def make_distilled(recipe: Recipe, say: Say, tell: Say) -> Any:
     """Distil, unless that was done."""
-    if "distill" in read_manifest(recipe.out).options:
+    if "distill" in read_manifest(recipe.place).options:
         return kept(say, "the translator is distilled")
     return distill_folder(
-        recipe.out,
+        recipe.place,
         source_name=None,
         target_name=None,
         texts=recipe.text,
@@ -220,12 +264,12 @@ def make_reports(recipe: Recipe, say: Say, tell: Say) -> Any:
     """Evaluate at each context; the first report is the translator's own, all are files beside it."""
     verdicts = {}
     for number, context in enumerate(recipe.contexts):
-        file = recipe.out / f"report-{context}.json"
+        file = recipe.place / f"report-{context}.json"
         if file.is_file():
             verdicts[str(context)] = kept(say, f"{file.name} is there")
             continue
         report = evaluate_folder(
-            recipe.out,
+            recipe.place,
             source_name=None,
             target_name=None,
             texts=recipe.text,
@@ -241,13 +285,12 @@ def make_reports(recipe: Recipe, say: Say, tell: Say) -> Any:
 
 
 def make_tasks(recipe: Recipe, say: Say, tell: Say) -> Any:
-    """Run the tasks on every arm."""
-    if recipe.tasks is None:
-        return None
-    file = recipe.out / "tasks.json"
+    """Run the tasks on every arm, unless that was done."""
+    assert recipe.tasks is not None
+    file = recipe.place / "tasks.json"
     if file.is_file():
         return kept(say, f"{file.name} is there")
-    record = run_harness(recipe.out, recipe.tasks, where=recipe.where, tell=tell)
+    record = run_harness(recipe.place, recipe.tasks, where=recipe.where, tell=tell)
     write_file(file, (json.dumps(record, allow_nan=False) + "\n").encode())
     return {"tasks": sorted(record["tasks"]), "counting": record["counting"]}
 
@@ -293,7 +336,8 @@ def lines(done: Mapping[str, Any]) -> Iterator[str]:
     for direction in done["directions"]:
         steps = direction["steps"]
         left_out = [f"{name} left out: {told['left_out']}" for name, told in steps.items() if is_left_out(told)]
-        yield f"{done['recipe']}: {', '.join(name for name in steps if not is_left_out(steps[name]))} done"
+        made = [name for name, told in steps.items() if not is_left_out(told)]
+        yield f"{done['recipe']}: {', '.join(made)} done"
         yield from left_out
 
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvlingo.anchors import Range
-from kvlingo.cache import KV, full_cache, owning_layers, read_cache, write_cache
+from kvlingo.cache import KV, OpenCache, full_cache, owning_layers, read_cache, write_cache
+from kvlingo.errors import UnsupportedModel
+from kvlingo.geometry import LayerGeometry
 from kvlingo.language_model import LanguageModel, cache_devices, prefill, read
 from kvlingo.probing import decoder_of, run
 
@@ -112,10 +114,7 @@ def masks(lm: LanguageModel, tokens: int, places: Tensor) -> Tensor | dict[str, 
 
     A token sees the slots before it that are not read here, and of those read here itself and the earlier ones.
     """
-    config = lm.model.config.get_text_config(decoder=True)
-    owners = zip(lm.geometry.cache_layers, lm.geometry.layers, strict=True)
-    kinds = getattr(config, "layer_types", None)
-    windows = {str(kinds[place]) if kinds else "": shape.window for place, shape in owners}
+    windows = {kind: shape.window for kind, shape in kinds_of_layers(lm)}
     slots = torch.cat((torch.arange(tokens, device=places.device), places))
     is_replaced = torch.zeros(tokens, dtype=torch.bool, device=places.device).index_fill(0, places, True)
     is_stale = torch.cat((is_replaced, torch.zeros_like(places, dtype=torch.bool)))
@@ -131,6 +130,23 @@ def masks(lm: LanguageModel, tokens: int, places: Tensor) -> Tensor | dict[str, 
     if len(set(windows.values())) == 1:
         return mask(next(iter(windows.values())))
     return {kind: mask(window) for kind, window in windows.items()}
+
+
+KINDS = ("", "full_attention", "sliding_attention")
+"""Kinds of layers, as configurations name them, whose masks are known here."""
+
+
+def kinds_of_layers(lm: LanguageModel) -> list[tuple[str, LayerGeometry]]:
+    """Return the kind of each layer that owns keys and values. Raises `UnsupportedModel` where one looks back in another way."""
+    kinds = getattr(lm.model.config.get_text_config(decoder=True), "layer_types", None)
+    owners = zip(lm.geometry.cache_layers, lm.geometry.layers, strict=True)
+    found = [(str(kinds[place]) if kinds else "", shape) for place, shape in owners]
+    for kind, _ in found:
+        if kind not in KINDS:
+            raise UnsupportedModel(
+                f"{lm.name} has layers of kind {kind}, whose masks are not known; it reads without one"
+            )
+    return found
 
 
 def takes_masks(lm: LanguageModel) -> bool:
@@ -158,3 +174,84 @@ def _tries_masks(lm: LanguageModel) -> bool:
         return False
     sides = zip((*found.keys, *found.values), (*native.keys, *native.values), strict=True)
     return all(float((x - y).float().norm()) <= PROBED_ERROR * float(y.float().norm()) for x, y in sides)
+
+
+# --- first tokens and tail ---------------------------------------------------------------------------------------------
+
+ENDS_ERRORS = {torch.float64: 1e-6, torch.float32: 1e-3}
+PROBED_MIDDLE = (3, 12)
+_READS_ENDS: WeakKeyDictionary[LanguageModel, bool] = WeakKeyDictionary()
+
+
+def read_both_ends(lm: LanguageModel, opened: OpenCache, ids: Tensor, rows: int) -> Tensor:
+    """Read what is left of a conversation, first tokens and tail, in one pass; return the last `rows` tokens' logits.
+
+    A first token sees those before it alone, as it does in a pass of its own: it stays exact. The tail sees everything.
+    """
+    places = torch.tensor(opened.left, device=ids.device)
+    with opened.being_read() as cache:
+        return run(
+            lm.model,
+            input_ids=ids[places][None],
+            position_ids=places[None],
+            cache=cache,
+            attention_mask=end_masks(lm, opened, places),
+            logits_to_keep=rows,
+        ).logits[0]
+
+
+def end_masks(lm: LanguageModel, opened: OpenCache, places: Tensor) -> Tensor | dict[str, Tensor]:
+    """Return what is added to attention scores, [1, 1, places, slots]: one for all layers, or one a kind of layer."""
+    found: dict[str, Tensor] = {}
+    for index, (kind, shape) in enumerate(kinds_of_layers(lm)):
+        if kind in found:
+            continue
+        back = places[:, None] - torch.tensor(opened.slots(index), device=places.device)
+        is_seen = (back >= 0) & (back < (shape.window or opened.tokens))
+        hidden = torch.zeros(back.shape, dtype=lm.dtype, device=places.device)
+        found[kind] = hidden.masked_fill(~is_seen, torch.finfo(lm.dtype).min)[None, None]
+    return next(iter(found.values())) if len(found) == 1 else found
+
+
+def reads_both_ends(lm: LanguageModel) -> bool:
+    """Tell whether a model reads first tokens and tail in one pass as it reads them in two; tried once."""
+    if lm not in _READS_ENDS:
+        _READS_ENDS[lm] = _tries_ends(lm)
+    return _READS_ENDS[lm]
+
+
+@torch.no_grad()
+def _tries_ends(lm: LanguageModel) -> bool:
+    ids = torch.arange(PROBED_TOKENS, device=lm.device) % lm.geometry.vocab_size
+    start, stop = PROBED_MIDDLE
+    native = read(lm, ids)
+    logits = prefill(lm, ids).logits[-1]
+    try:
+        opened = opened_around(lm, native.narrow(start, stop), start, PROBED_TOKENS)
+        found = read_both_ends(lm, opened, ids, 1)[-1]
+        ends = read_cache(opened.cache, lm.rotary, lm.geometry, partial=True)
+    except Exception:  # whatever a model says to masks that it does not know: it reads in two passes then
+        return False
+    within = ENDS_ERRORS.get(lm.dtype, PROBED_ERROR)
+    pairs = [(found, logits)]
+    for mine, wanted in zip((*ends.keys, *ends.values), (*native.keys, *native.values), strict=True):
+        pairs.append((mine, wanted[:, :, wanted.shape[2] - mine.shape[2] :]))
+    return all(float((x - y).float().norm()) <= within * float(y.float().norm()) for x, y in pairs)
+
+
+def opened_around(lm: LanguageModel, middle: KV, start: int, tokens: int) -> OpenCache:
+    """Return a cache of a middle that begins at `start`, with room for what is read around it, up to `tokens`."""
+    stop = start + middle.tokens
+    lost = [min(max(0, shape.first_held(stop) - start), middle.tokens) for shape in lm.geometry.layers]
+    opened = OpenCache(
+        lm.rotary,
+        lm.geometry,
+        lm.model.config,
+        middle=(start, stop),
+        tokens=tokens,
+        lost=lost,
+        dtype=lm.dtype,
+        devices=cache_devices(lm),
+    )
+    opened.write((i, start + n, middle.keys[i][:, :, n:], middle.values[i][:, :, n:]) for i, n in enumerate(lost))
+    return opened

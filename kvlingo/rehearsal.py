@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from kvlingo.errors import BadInput
+from kvlingo.models import quiet_loading
 from kvlingo.public_shapes import random_model
 
 LAYERS = {"source": 3, "target": 4}
@@ -79,6 +80,7 @@ def check_family(name: str) -> str:
 
 def tiny_model(folder: Path, family: str, side: str) -> str:
     """Save a tiny model of a family with random weights and a byte tokenizer; return its folder's name."""
+    quiet_loading()
     config = {"model_type": check_family(family), **TINY, "num_hidden_layers": LAYERS[side], **FAMILIES[family]}
     lm = random_model(f"tiny {family}", config, device=torch.device("cpu"), dtype=torch.float32, seed=len(side))
     lm.model.save_pretrained(folder)

@@ -29,8 +29,10 @@ def factor(gram: Tensor, damping: float) -> tuple[Tensor, float]:
         damped = gram.clone()
         damped.diagonal().add_(used)
         lower, failed = torch.linalg.cholesky_ex(damped)
-        # A factor that succeeded by luck on a singular matrix shows in its smallest pivot.
-        if not failed and bool(torch.isfinite(lower).all()) and float(lower.diagonal().min()) > 1e-8:
+        # A factor that succeeded by luck on a singular matrix shows in its smallest pivot. What is not finite anywhere shows
+        # in the pivot of its row.
+        pivots = lower.diagonal()
+        if not failed and bool(torch.isfinite(pivots).all()) and float(pivots.min()) > 1e-8:
             break
         used *= 10
     if used > damping:

@@ -78,6 +78,12 @@ class Rotary:
             return keys.clone(), self.unrotate(values, layer, positions)
         return self.unrotate(keys, layer, positions), values.clone()
 
+    def seen(self, keys: Tensor, values: Tensor, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `strip` does; what was not rotated is not copied."""
+        if _rotates_values(self.layers[layer]):
+            return keys, self.unrotate(values, layer, positions)
+        return self.unrotate(keys, layer, positions), values
+
     def _planes(
         self, rope: LayerRope, positions: Tensor, keys: Tensor, *, inverse: bool = False
     ) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from kvlingo.geometry import Geometry
 from kvlingo.language_model import LanguageModel
 from kvlingo.pairing import proportional, window
 from kvlingo.ridge import DAMPINGS
-from kvlingo.translator import MAP_KINDS, MapKind, TranslatorConfig, embedding_block, source_block
+from kvlingo.translator import MAP_KINDS, MapKind, TranslatorConfig
 
 RESIDUAL_WIDTH = 512
 
@@ -129,13 +129,16 @@ def candidate_centres(config: TranslatorConfig, layer: int, shift: int) -> tuple
     return tuple(centre + d for d in offsets if 0 <= centre + d < count)
 
 
+def candidate_choices(config: TranslatorConfig, layer: int, options: FitOptions) -> list[tuple[str, ...]]:
+    """Return the feature blocks of every choice there is for this layer: one window of source layers, and the text."""
+    centres = candidate_centres(config, layer, options.shift)
+    windows = [window(centre, options.reach, len(config.source)) for centre in centres]
+    return [with_layers(config, layer, chosen).blocks(layer) for chosen in windows]
+
+
 def candidate_blocks(config: TranslatorConfig, layer: int, options: FitOptions) -> tuple[str, ...]:
     """Return every feature block that any choice for this layer may use."""
-    count = len(config.source)
-    centres = candidate_centres(config, layer, options.shift)
-    layers = sorted({s for centre in centres for s in window(centre, options.reach, count)})
-    source = [source_block(s, lag) for s in layers for lag in config.source_lags]
-    return (*source, *(embedding_block(lag) for lag in config.embedding_lags))
+    return tuple(sorted({block for choice in candidate_choices(config, layer, options) for block in choice}))
 
 
 def feature_names(config: TranslatorConfig, options: FitOptions) -> tuple[str, ...]:

@@ -107,20 +107,15 @@ class GramStats:
         dims: columns of each block.
         pairs: the block pairs (a, b), in either order, whose product aᵀb is kept.
         squares: blocks whose per-column sum of squares is kept (outputs).
+
+    Fields:
         multiplied_in: dtype of the products of some thousand tokens, which are summed in float64 whatever it is. With float32
             they are made of columns less their means, so that what is far from 0 loses nothing: good for columns that are
             themselves known to fewer digits than float32 has.
     """
 
-    def __init__(
-        self,
-        dims: Mapping[str, int],
-        pairs: Iterable[tuple[str, str]],
-        squares: Sequence[str],
-        *,
-        multiplied_in: torch.dtype = torch.float64,
-    ) -> None:
-        self.dims, self.multiplied_in = dict(dims), multiplied_in
+    def __init__(self, dims: Mapping[str, int], pairs: Iterable[tuple[str, str]], squares: Sequence[str]) -> None:
+        self.dims, self.multiplied_in = dict(dims), torch.float64
         self.partners = partners_in_order(tuple(self.dims), pairs)
         self.columns = column_ranges(self.dims)
         self._waiting: list[dict[str, Tensor]] = []

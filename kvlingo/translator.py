@@ -7,7 +7,7 @@ tensors and geometry; does not know models, tokenizers or caches' insides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -126,15 +126,9 @@ class Translator(nn.Module):
         Returns the target's position-free KV of these tokens, without the skipped ones. Where nothing is to be learnt, the maps'
         structure is used (`kvlingo.folding`); the result is that of the plain way, to rounding.
         """
-        config, tokens = self.config, len(alignment)
-        exact = 0 if native is None else len(native)
-        if exact < config.first_layer:
-            raise IncompatiblePair(
-                "a translator that reads the text has no map for layer 0; give its exact KV as `native`"
-            )
-        skip = [min(s, tokens) for s in skip or [0] * len(config.target)]
-        given = [] if native is None else zip(native.keys, native.values, strict=True)
-        known = [(k[:, :, s:], v[:, :, s:]) for (k, v), s in zip(given, skip, strict=False)]
+        tokens = len(alignment)
+        skip = self._skipped(tokens, skip, native)
+        known, exact = _known(native, skip)
         folded = None if torch.is_grad_enabled() else self._fold(rounded)
         apply = self._plainly if folded is None else folded.apply
         mapped = apply(source, alignment, embeddings, start, skip, exact)
@@ -142,6 +136,44 @@ class Translator(nn.Module):
             known, mapped = ([(k.to(rounded), v.to(rounded)) for k, v in side] for side in (known, mapped))
         keys, values = zip(*known, *mapped, strict=True)
         return KV(keys, values, tokens)
+
+    @torch.no_grad()
+    def stream(
+        self,
+        source: KV | None,
+        alignment: Tensor,
+        embeddings: Block | None,
+        *,
+        start: int = 0,
+        skip: Sequence[int] | None = None,
+        native: KV | None = None,
+        rounded: torch.dtype | None = None,
+    ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """Yield what `forward` returns in pieces, as they are made: layer, first row, keys, values in any dtype.
+
+        A row is counted from `start`; arguments as for `forward`.
+        """
+        tokens = len(alignment)
+        skip = self._skipped(tokens, skip, native)
+        known, exact = _known(native, skip)
+        for layer, (keys, values) in enumerate(known):
+            yield layer, skip[layer], keys, values
+        folded = self._fold(rounded)
+        if folded is not None:
+            for layer, (keys, values) in folded.pieces(source, alignment, embeddings, start, skip, exact):
+                yield layer, skip[layer], keys, values
+            return
+        mapped = self._plainly(source, alignment, embeddings, start, skip, exact)
+        for layer, (keys, values) in enumerate(mapped, start=exact):
+            yield layer, skip[layer], keys, values
+
+    def _skipped(self, tokens: int, skip: Sequence[int] | None, native: KV | None) -> list[int]:
+        """Return how many first rows of each target layer are left out, none beyond the last."""
+        if (0 if native is None else len(native)) < self.config.first_layer:
+            raise IncompatiblePair(
+                "a translator that reads the text has no map for layer 0; give its exact KV as `native`"
+            )
+        return [min(s, tokens) for s in skip or [0] * len(self.config.target)]
 
     def _plainly(
         self,
@@ -193,6 +225,16 @@ class Translator(nn.Module):
     def num_bytes(self, bytes_per_weight: float = 4) -> int:
         """Return the size of all maps when stored with so many bytes a weight."""
         return int(sum(p.numel() for p in self.parameters()) * bytes_per_weight)
+
+
+def _known(native: KV | None, skip: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], int]:
+    """Return the exact keys and values of the first layers without the rows that are left out, and of how many layers."""
+    if native is None:
+        return [], 0
+    given = zip(native.keys, native.values, strict=True)
+    lost = [native.tokens - native.held(layer) for layer in range(len(native))]
+    cut = [(k[:, :, s - n :], v[:, :, s - n :]) for (k, v), s, n in zip(given, skip, lost, strict=False)]
+    return cut, len(native)
 
 
 def without_residual(translator: Translator) -> Translator:

@@ -95,6 +95,7 @@ HEAVY = (
 )
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:root|home|work|opt|tmp|mnt|Users)/\w")
+UNMERGED = re.compile(r"^(?:<{7}|>{7}) \w", re.MULTILINE)
 REGISTRY_HOST = re.compile(r"(?:pypi|pythonhosted|npmjs|deb\.debian)\.(?:org|com)")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".json", ".yml", ".yaml", ".svg", ".txt", ""}
 NOT_OURS = {
@@ -352,11 +353,11 @@ def repo_texts() -> Iterator[tuple[Path, str]]:
             yield path, path.read_text(encoding="utf-8", errors="replace")
 
 
-def test_no_path_of_a_machine_and_no_registry_host() -> None:
+def test_no_path_of_a_machine_no_registry_host_and_nothing_unmerged() -> None:
     found = [
         f"{path.relative_to(REPO)}: {match.group()}"
         for path, text in repo_texts()
-        for pattern in (MACHINE_PATH, REGISTRY_HOST)
+        for pattern in (MACHINE_PATH, REGISTRY_HOST, UNMERGED)
         for match in pattern.finditer(text)
     ]
     assert not found
@@ -366,3 +367,4 @@ def test_the_path_check_sees_a_path() -> None:
     slash = "/"
     assert MACHINE_PATH.search(f"open('{slash}home{slash}me/x')")
     assert not MACHINE_PATH.search("~/work/x and docs/work/x")
+    assert UNMERGED.search("a\n" + 7 * "<" + " HEAD\n")

@@ -247,6 +247,7 @@ ROW = record_of(
         "new_tokens": COUNT,
         "caches": {"enum": ["read", "filled at random"]},
         "reprefill_chunk": {"type": ["integer", "null"]},
+        "target_cache_bytes": COUNT,
         "arms": {
             "type": "object",
             "propertyNames": {"enum": list(ARMS)},

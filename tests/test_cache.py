@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +15,6 @@ from transformers import DynamicCache
 
 from kvlingo.cache import (
     KV,
-    append_kv,
     can_fork,
     concat,
     flatten_heads,
@@ -319,49 +317,7 @@ def test_gradients_pass_through_writing() -> None:
         assert not bool(moved[: 18 - held].any())
 
 
-# --- growing -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("cuts", [(1, 2, 30), (7,), (12, 13)])
-def test_a_cache_that_was_appended_to_is_one_that_was_written_at_once(family: str, cuts: tuple[int, ...]) -> None:
-    lm = tiny.language_model(family)
-    ids = tiny.ids_of(lm, 40)
-    whole = read(lm, ids)
-    at_once = write_cache(whole, lm.rotary, lm.geometry, lm.model.config)
-    grown = native_cache(lm.model.config)
-    for start, stop in pairwise((0, *cuts, 40)):
-        append_kv(grown, whole.narrow(start, stop), lm.rotary, lm.geometry, lm.model.config)
-    after = tiny.ids_of(lm, 9)
-    for part in (after[:1], after[1:]):
-        logits = [prefill(lm, part, cache=cache, logits_to_keep=0).logits for cache in (at_once, grown)]
-        torch.testing.assert_close(logits[0], logits[1], atol=EXACT, rtol=0)
-    whole_again = read_cache(grown, lm.rotary, lm.geometry)  # sliding layers keep what leaves their window
-    assert_same(whole_again.narrow(0, 40), whole, atol=EXACT)
-
-
-def test_appending_the_window_alone_lets_what_came_before_go() -> None:
-    lm = tiny.language_model("gemma3")
-    ids = tiny.ids_of(lm, 40)
-    whole = read(lm, ids)
-    held = [min(38, 40 - layer.first_held(40)) for layer in lm.geometry.layers]
-    part = whole.narrow(2, 40)
-    last = KV(
-        tuple(k[:, :, -h:] for k, h in zip(part.keys, held, strict=True)),
-        tuple(v[:, :, -h:] for v, h in zip(part.values, held, strict=True)),
-        38,
-    )
-    grown = write_cache(whole.narrow(0, 2), lm.rotary, lm.geometry, lm.model.config)
-    append_kv(grown, last, lm.rotary, lm.geometry, lm.model.config)
-    at_once = write_cache(whole, lm.rotary, lm.geometry, lm.model.config)
-    assert min(held) < 38
-    for a, b in zip(tensors_of(at_once), tensors_of(grown), strict=True):
-        torch.testing.assert_close(a, b, atol=EXACT, rtol=0)
-    short = replace(
-        last, keys=(last.keys[0][:, :, -2:], *last.keys[1:]), values=(last.values[0][:, :, -2:], *last.values[1:])
-    )
-    with pytest.raises(UnsupportedCache, match="layer 0 needs"):
-        append_kv(grown, short, lm.rotary, lm.geometry, lm.model.config)
+# --- sharing -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -386,12 +342,3 @@ def test_what_a_model_can_go_on_from_a_fork_of(family: str) -> None:
     assert tiny.same(before, tensors_of(written))
     cold = prefill(lm, torch.cat((ids, tiny.ids_of(lm, 5)))).logits
     torch.testing.assert_close(logits, cold, atol=EXACT, rtol=0)
-
-
-def test_a_layer_that_fell_behind_is_not_appended_to() -> None:
-    lm = tiny.language_model("llama")
-    whole = read(lm, tiny.ids_of(lm, 20))
-    grown = write_cache(whole.narrow(0, 12), lm.rotary, lm.geometry, lm.model.config)
-    grown.layers[1].keys, grown.layers[1].values = grown.layers[1].keys[:, :, :5], grown.layers[1].values[:, :, :5]
-    with pytest.raises(UnsupportedCache, match="layer 1 of the cache has not read the 12 tokens"):
-        append_kv(grown, whole.narrow(12, 20), lm.rotary, lm.geometry, lm.model.config)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvlingo.serve.external.redis_store import PASSWORD, read_address
 from kvlingo.serve.external.servers import MIDDLEWARE
 from kvlingo.serve.settings import read_settings
 from tests.test_deploy import REPO, Object, faults, instructions, num_bytes, with_value, without
@@ -233,6 +234,98 @@ def test_compose_mounts_what_it_names_and_listens_on_loopback() -> None:
         for device in service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", ())
     ]
     assert devices == [["0"], ["1"]]
+
+
+# --- with Redis ------------------------------------------------------------------------------------------------------
+
+
+def with_redis() -> list[Object]:
+    """Return what `kubectl apply -k` makes: lists of words are replaced, containers and variables go by their names."""
+    told = yaml.safe_load((FOLDER / "kustomization.yaml").read_text(encoding="utf-8"))
+    found = [x for file in told["resources"] for x in yaml.safe_load_all((FOLDER / file).read_text(encoding="utf-8"))]
+    for patch in (yaml.safe_load(one["patch"]) for one in told["patches"]):
+        (new,) = patch["spec"]["template"]["spec"]["containers"]
+        old = container(patch["metadata"]["name"], found)
+        assert new.pop("name") == old["name"]
+        assert set(new) <= {"args", "env"}
+        old["args"] = new["args"]
+        old["env"] = [*old.get("env", ()), *new["env"]]
+    return found
+
+
+def redis_compose() -> Object:
+    whole = yaml.safe_load((FOLDER / "compose.redis.yaml").read_text(encoding="utf-8"))
+    assert isinstance(whole, dict)
+    return whole
+
+
+def engines_with_redis() -> list[tuple[str, list[str], list[str]]]:
+    """Return each engine's words, without Redis and with it."""
+    found, services, base = with_redis(), redis_compose()["services"], compose()["services"]
+    return [
+        *((name, container(to)["args"], container(to, found)["args"]) for name, to in ENGINES.items()),
+        *((name, base[name]["command"], services[name]["command"]) for name in ENGINES),
+    ]
+
+
+def test_with_redis_only_the_store_is_another() -> None:
+    for _, before, after in engines_with_redis():
+        told, new = transfer(before), transfer(after)
+        address = read_address(new["kv_connector_extra_config"].pop("store"))
+        assert (address.host, address.port) in (("kvlingo-redis", 6379), ("redis", 6379))
+        assert told["kv_connector_extra_config"].pop("store") == "/store/caches"
+        assert new == told
+        assert {**flags(after), "kv-transfer-config": ""} == {**flags(before), "kv-transfer-config": ""}
+
+
+def test_with_redis_the_manifests_keep_to_the_schema_and_lead_to_it() -> None:
+    found = with_redis()
+    assert [fault for one in found for fault in faults(one)] == []
+    server, service = container("kvlingo-redis", found), named("Service", "kvlingo-redis", found)["spec"]
+    assert service["ports"][0]["port"] == 6379
+    assert service["ports"][0]["targetPort"] == server["ports"][0]["name"]
+    assert server["ports"][0]["containerPort"] == int(server["args"][server["args"].index("--port") + 1])
+    assert service["selector"] == named("Deployment", "kvlingo-redis", found)["spec"]["template"]["metadata"]["labels"]
+
+
+def test_the_schema_sees_a_server_that_is_wrong() -> None:
+    for harm in (
+        without("readinessProbe", "tcpSocket"),
+        with_value({"path": "/", "port": "redis"}, "readinessProbe", "httpGet"),
+        with_value([{"name": "A"}], "env"),
+        with_value([{"name": "A", "value": "b", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}], "env"),
+    ):
+        found = with_redis()
+        harm(container("kvlingo-redis", found))
+        assert faults(named("Deployment", "kvlingo-redis", found))
+
+
+def test_the_password_is_the_same_on_both_sides_and_in_no_argument() -> None:
+    found = with_redis()
+    secret = named("Secret", "kvlingo-redis", found)["stringData"]
+    assert secret["redis.conf"].split() == ["requirepass", secret["password"]]
+    for deployed in ENGINES.values():
+        (variable,) = container(deployed, found)["env"]
+        assert variable["name"] == PASSWORD
+        assert variable["valueFrom"]["secretKeyRef"] == {"name": "kvlingo-redis", "key": "password"}
+    whole = redis_compose()
+    wanted = f"${{{PASSWORD}:?give the password of the store}}"
+    assert whole["configs"]["redis"]["content"].split(maxsplit=1) == ["requirepass", wanted + "\n"]
+    for name in ENGINES:
+        assert whole["services"][name]["environment"] == {PASSWORD: wanted}
+    assert not [one for _, _, words in engines_with_redis() for one in words if secret["password"] in one]
+
+
+def test_redis_has_room_for_what_the_engines_keep_and_writes_no_file() -> None:
+    server = container("kvlingo-redis", with_redis())
+    for words in (server["args"], redis_compose()["services"]["redis"]["command"]):
+        told = {word: words[place + 1] for place, word in enumerate(words) if word.startswith("--")}
+        most = int(told["--maxmemory"].removesuffix("gb")) * 2**30
+        assert (told["--save"], told["--appendonly"], told["--maxmemory-policy"]) == ("", "no", "volatile-ttl")
+        assert all(
+            transfer(after)["kv_connector_extra_config"]["max_bytes"] < most for _, _, after in engines_with_redis()
+        )
+        assert most < num_bytes(server["resources"]["limits"]["memory"])
 
 
 # --- the image -------------------------------------------------------------------------------------------------------

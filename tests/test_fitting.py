@@ -202,6 +202,15 @@ def test_products_are_in_single_precision_where_features_have_fewer_digits(
     assert product_dtype(*sides) == expected  # type: ignore[arg-type]
 
 
+def test_a_fit_multiplies_as_its_models_allow() -> None:
+    exact, halves = pair(), [replace(lm, model=tiny.clone(lm.model).bfloat16()) for lm in pair()]
+    for (source, target), dtype in ((exact, torch.float64), (halves, torch.float32)):
+        collector = Collector(source, target, base_config(source, target, OPTIONS), OPTIONS)
+        stats = collector.collect(tiny.documents()[:2], "training", 100, None, None)
+        assert stats.multiplied_in == dtype
+        assert all(x.dtype == torch.float64 for x in stats._tensors().values())
+
+
 def test_the_pieces_to_read_are_known_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read_again = counted(monkeypatch)
     collector = Collector(*pair(), base_config(*pair(), OPTIONS), OPTIONS)

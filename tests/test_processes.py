@@ -100,18 +100,22 @@ def test_two_processes_make_what_one_makes_also_when_they_are_stopped_and_go_on(
         assert float((change - mine).norm()) <= 0.02 * float(mine.norm()) + 1e-6, name
 
 
-def test_the_commands_under_torchrun(pair: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_commands_under_accelerate_launch_and_torchrun(pair: SimpleNamespace, tmp_path: Path) -> None:
     """The first process alone prints and writes; the translator is the one that one process makes."""
     fit = ["fit", pair.source, pair.target, "--text", pair.texts, *SMALL_FIT]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    accelerate = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port"]
     together, alone = tmp_path / "together", tmp_path / "alone"
     distill = ["--text", pair.texts, "--steps", "2", *SMALL_TRAINING, "--json"]
     with pytest.raises(SystemExit) as ended:
         cli.main([*fit, "--out", str(alone)])
     assert ended.value.code == 0
     told = []
-    for command in ([*fit, "--out", str(together), "--json"], ["distill", str(together), *distill]):
-        words = [*torchrun, "--master-port", str(free_port()), "-m", "kvlingo.cli", *command]
+    for launcher, command in (
+        (accelerate, [*fit, "--out", str(together), "--json"]),
+        (torchrun, ["distill", str(together), *distill]),
+    ):
+        words = [sys.executable, "-m", *launcher, str(free_port()), "-m", "kvlingo.cli", *command]
         ran = subprocess.run(words, env=environment(), cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S)
         assert ran.returncode == 0, ran.stderr
         assert ran.stdout.count("saved ") == 1

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvlingo import recipes
-from kvlingo.errors import BadInput
+from kvlingo.errors import BadInput, MissingExtra
 from kvlingo.recipes import read_recipe, rehearsed, run_recipe
 from kvlingo.rehearsal import FAMILIES, tiny_model
 from tests.test_cli import Run, assert_refused, last_json, run  # noqa: F401 - a fixture
@@ -38,6 +38,7 @@ def test_a_recipe_says_what_to_do(file: Path) -> None:
     recipe = read_recipe(file)
     assert recipe.fit["tokens"] >= 100_000
     assert recipe.distill["steps"] >= 1000
+    assert recipe.distill["minutes"] is None  # else it would stop after the usual ten
     assert min(recipe.contexts) == 192
     assert recipe.where.dtype == recipe.store == "bfloat16"
     assert recipe.tasks is not None
@@ -80,6 +81,7 @@ tokens = 1000
         (WHOLE.replace("tokens", "tokenz"), "[fit] has no 'tokenz'"),
         ("colour = 1\n" + WHOLE, "has no 'colour'"),
         (WHOLE + "[distill]\nstep = 3", "[distill] has no 'step'"),
+        (WHOLE + "[compress]\nmegabytes = 3", "[compress] has no 'megabytes'"),
         (WHOLE + "[eval]\ncontext = 3", "[eval] has no 'context'"),
         (WHOLE + '[tasks]\nnames = ["gsm8k"]', "[tasks] has no 'names'"),
         (WHOLE + '[tasks]\ntasks = ["gsm8k"]\narms = ["magic"]', "no arm 'magic'"),
@@ -139,7 +141,8 @@ def test_every_step_of_a_recipe_runs_on_tiny_models(file: Path, run: Run) -> Non
     assert ran.code == 0, ran.err
     done = last_json(ran)
     assert done["dry_run"]
-    assert done_steps(done) == {"fit", "distill", "eval"} | ({"tasks"} if HAS_LM_EVAL else set())
+    small = {"compress"} if read_recipe(file).compress is not None else set()
+    assert done_steps(done) == {"fit", "distill", "eval"} | small | ({"tasks"} if HAS_LM_EVAL else set())
     steps = done["directions"][0]["steps"]
     assert steps["distill"]["steps"] == 2
     assert set(steps["eval"].values()) <= {"PASS", "FAIL"}
@@ -167,5 +170,5 @@ def test_both_ways_and_what_is_there_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(HAS_LM_EVAL, reason="lm-evaluation-harness is installed")
 def test_without_lm_eval_a_recipe_is_refused_before_hours_of_work() -> None:
-    with pytest.raises(BadInput, match=r"kvlingo\[lm-eval\]"):
+    with pytest.raises(MissingExtra, match=r"kvlingo\[lm-eval\]"):
         run_recipe(FILES[0], dry_run=False, say=print, tell=print)

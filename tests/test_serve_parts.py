@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import kvlingo.handoff as handoff
 import kvlingo.language_model as language_model
 import kvlingo.serve.switching as switching
 from kvlingo.confidence import Confidence
@@ -165,15 +164,15 @@ def test_random_edits_see_a_part_that_is_lost(monkeypatch: pytest.MonkeyPatch) -
 def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
     """Note in order: tokens read of a prompt, tokens translated, and rows of each decode step."""
     log: Log = []
-    read, translate, step = language_model.prefill, handoff.translate, Lane._read
+    read, translate, step = language_model.prefill, Translator.stream, Lane._read
 
     def reads(lm: LanguageModel, ids: torch.Tensor, **options: Any) -> Any:
         log.append(("read", len(ids)))
         return read(lm, ids, **options)
 
-    def translates(plan: Any, *args: Any, **options: Any) -> Any:
-        log.append(("translate", plan.translated[1] - plan.translated[0]))
-        return translate(plan, *args, **options)
+    def translates(self: Translator, source: Any, alignment: torch.Tensor, *args: Any, **options: Any) -> Any:
+        log.append(("translate", len(alignment)))
+        return translate(self, source, alignment, *args, **options)
 
     def steps(self: Lane, tokens: list[int]) -> Any:
         log.append(("step", len(tokens)))
@@ -181,7 +180,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
 
     with monkeypatch.context() as patch:
         patch.setattr(language_model, "prefill", reads)
-        patch.setattr(handoff, "translate", translates)
+        patch.setattr(Translator, "stream", translates)
         patch.setattr(Lane, "_read", steps)
         yield log
 
@@ -412,7 +411,7 @@ def test_a_cache_of_other_angles_is_not_gone_on_from() -> None:
             (LONG[:40], 0),
             (LONG[:110], 101),
             (LONG[:48], 0),
-            (OTHER[: limit - 4], 0),
+            (OTHER[: limit - 4], 1),  # the first token, which both begin with
         ):
             (found,) = ask(engine, request_for(lm, "m", text, count=9))
             assert found.ids[:3] == cold_ids(lm, text, 3)
@@ -444,7 +443,7 @@ def test_a_recurrent_state_is_gone_on_from_only_where_that_is_right(
 
 
 def test_a_translation_that_fails_in_a_later_part_is_a_reprefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = handoff.translate, list[int]()
+    real, calls = Translator.stream, list[int]()
 
     def fails(*args: Any, **options: Any) -> Any:
         calls.append(1)
@@ -452,7 +451,7 @@ def test_a_translation_that_fails_in_a_later_part_is_a_reprefill(monkeypatch: py
             raise RuntimeError("the map is on fire")
         return real(*args, **options)
 
-    monkeypatch.setattr(handoff, "translate", fails)
+    monkeypatch.setattr(Translator, "stream", fails)
     with twin_engine(part_tokens=PART) as (engine, lm):
         ask(engine, request_for(lm, "b", LONG))
         (found,) = ask(engine, request_for(lm, "a", LONG, dial=Dial("translate")))

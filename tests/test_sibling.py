@@ -168,3 +168,19 @@ def test_the_command_saves_an_ordinary_folder_and_keeps_it(
 def test_an_end_is_needed() -> None:
     with pytest.raises(BadInput, match="needs an end"):
         Training(minutes=None)
+
+
+def test_the_tables_know_the_relatives(tmp_path: Path) -> None:
+    from argparse import Namespace
+
+    from bench.quality import DIRECTIONS, FULL_NAMES, path_of
+
+    assert {name for direction in DIRECTIONS for name in direction.split("-")} == set(FULL_NAMES)
+    place = tmp_path / "siblings" / "healed"
+    place.mkdir(parents=True)
+    arguments = Namespace(cache=tmp_path, smollm2=tmp_path / "whole", gemma=None, sibling=None, tuned=tmp_path / "mine")
+    with pytest.raises(BadInput, match=r"python -m bench\.sibling"):
+        path_of("sibling", arguments)
+    (place / "sibling.json").write_text("{}")
+    assert path_of("sibling", arguments) == place
+    assert path_of("full", arguments) == path_of("base", arguments) == tmp_path / "whole"

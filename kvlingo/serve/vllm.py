@@ -76,21 +76,22 @@ def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
             raise UnsupportedModel(
                 f"{config.model_config.model} has layers with a cache of kind {kind}; it can't be used"
             )
-    if len(groups) > 1:
-        _check_hybrid(config, len(groups))
+    if any(type(group.kv_cache_spec) is SlidingWindowSpec for group in groups):
+        _check_windows(config, len(groups))
 
 
-def _check_hybrid(config: VllmConfig, kinds: int) -> None:
+def _check_windows(config: VllmConfig, kinds: int) -> None:
     transfer = config.kv_transfer_config
     assert transfer is not None
-    if transfer.is_kv_producer:
+    if kinds > 1 and transfer.is_kv_producer:
         raise BadInput(
             f"the engine keeps {kinds} kinds of blocks and forgets what lies outside a sliding window, so it can't keep whole "
             f'caches for others; set kv_role to "kv_consumer", or use {KVLingoConnector.__name__} (without the hybrid manager)'
         )
     if not read_options(transfer.kv_connector_extra_config).load_async:
         raise BadInput(
-            f"the engine keeps {kinds} kinds of blocks, and vLLM can't take back a load within a step there; leave load_async on"
+            "the engine lets go of blocks that a sliding window leaves behind, and vLLM can't take back a load within a step "
+            "there: leave load_async on"
         )
 
 

@@ -174,16 +174,29 @@ def test_blocks_of_other_kinds_are_refused(connector: Any, kinds: tuple[str, ...
 SLIDING = ("FullAttentionSpec", "SlidingWindowSpec")
 
 
+WITHIN_A_STEP = {"kv_connector_extra_config": {"store": "x", "load_async": False}}
+
+
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("kinds", "changes", "said"),
     [
-        ({"is_kv_producer": True}, "kv_consumer"),
-        ({"kv_connector_extra_config": {"store": "x", "load_async": False}}, "load_async"),
+        (SLIDING, {"is_kv_producer": True}, "2 kinds of blocks.*kv_consumer"),
+        (SLIDING, WITHIN_A_STEP, "load_async"),
+        (SLIDING[1:], WITHIN_A_STEP, "load_async"),
     ],
 )
-def test_a_hybrid_manager_is_refused_for_what_it_can_t_do(connector: Any, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadInput, match=f"2 kinds of blocks.*{said}"):
-        connector.check_engine(config_of(**changes), groups_of(connector, *SLIDING))
+def test_windows_are_refused_for_what_they_can_t_do(
+    connector: Any, kinds: tuple[str, ...], changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(BadInput, match=said):
+        connector.check_engine(config_of(**changes), groups_of(connector, *kinds))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "changes"), [(SLIDING[:1], WITHIN_A_STEP), (SLIDING[1:], {"is_kv_producer": True}), (SLIDING[1:], {})]
+)
+def test_one_kind_of_blocks_is_taken(connector: Any, kinds: tuple[str, ...], changes: dict[str, Any]) -> None:
+    connector.check_engine(config_of(**changes), groups_of(connector, *kinds))
 
 
 def test_a_hybrid_manager_is_taken_where_caches_are_only_gone_on_from(connector: Any) -> None:
