@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -129,6 +130,11 @@ class Folded:
     centres: Mapping[str, Tensor]
     maps: Mapping[int, FoldedMap]
 
+    @cached_property
+    def is_by_head(self) -> bool:
+        """Tell whether nothing is read across heads: features can stay as caches hold them."""
+        return all(part.source is None or part.heads is not None for one in self.maps.values() for part in one.parts)
+
     def is_of(self, maps: nn.ModuleDict, rounded: torch.dtype | None) -> bool:
         """Tell whether these maps, as they are now, give these weights for results that are read in `rounded`."""
         parts = parts_of(maps)
@@ -212,17 +218,24 @@ class Folded:
         else:  # far apart: only those that are read, else a gap would cost as much as a text of its length
             taken, index = torch.unique(places, return_inverse=True)
         columns = column_ranges({str(name): self.config.source.layers[name].width for name in names})
-        count = last - first if taken is None else len(taken)
-        rows = torch.empty(count, columns[str(names[-1])][1], dtype=self.dtype, device=source.keys[0].device)
+        device, count = source.keys[0].device, last - first if taken is None else len(taken)
+        heads: dict[tuple[int, Side], Tensor] = {}
+        rows = (
+            None if self.is_by_head else torch.empty(count, columns[str(names[-1])][1], dtype=self.dtype, device=device)
+        )
         for name in names:
-            lost = source.tokens - source.held(name)
+            lost, at = source.tokens - source.held(name), columns[str(name)][0]
             here = slice(first - lost, last - lost) if taken is None else taken - lost
-            centre, at = self.centres[f"source/{name}"], columns[str(name)][0]
-            for x in (source.keys[name], source.values[name]):
+            centre = self.centres[f"source/{name}"]
+            sides: tuple[tuple[Side, Tensor], ...] = (("keys", source.keys[name]), ("values", source.values[name]))
+            for side, x in sides:
                 size = x.shape[1] * x.shape[3]
-                put_centred(x[0, :, here], centre[:size], rows[:, at : at + size])
+                if rows is None:
+                    heads[name, side] = (x[0, :, here] - centre[:size].view(x.shape[1], 1, -1)).to(self.dtype)
+                else:
+                    put_centred(x[0, :, here], centre[:size], rows[:, at : at + size])
                 centre, at = centre[size:], at + size
-        return Panel(self.config.source, rows, columns, index.to(rows.device))
+        return Panel(self.config.source, rows, columns, index.to(device), heads)
 
     def _text_features(self, embeddings: Block | None, start: int, tokens: int) -> Repeated | None:
         """Return centred embeddings of distinct tokens [distinct, hidden], and which of them each row reads [rows, lags]."""
@@ -243,18 +256,21 @@ class Panel:
     """Centred features of consecutive source tokens, layers side by side.
 
     Fields:
-        rows: [source tokens, all columns]; columns: where each source layer stands.
+        rows: [source tokens, all columns]; None where every product is by head. columns: where each source layer stands.
         index: [target tokens, lags] which row each reads.
+        heads: for products by head the keys and the values of each source layer: [heads, source tokens, dim].
     """
 
     geometry: Geometry
-    rows: Tensor
+    rows: Tensor | None
     columns: dict[str, tuple[int, int]]
     index: Tensor
+    heads: dict[tuple[int, Side], Tensor]
 
     def across_heads(self, part: Part, out: Tensor) -> None:
         """Add the products [target tokens, columns] of some source layers; those that lie side by side are one product."""
         assert part.source is not None
+        assert self.rows is not None
         row, pieces = 0, []
         for first, last in runs([self._range(layer, part.side) for layer in part.layers]):
             pieces.append((self.rows[:, first:last], part.source[row : row + last - first]))
@@ -277,8 +293,7 @@ class Panel:
         rows, row = self._own_rows(), 0
         total = out if rows is not None else None
         for layer, heads in zip(part.layers, part.heads, strict=True):
-            first, last = self._range(layer, part.side)
-            x = self.rows[:, first:last].unflatten(1, (self.geometry.layers[layer].kv_heads, -1)).transpose(0, 1)
+            x = self._heads_of(layer, part.side)
             x = x if heads == tuple(range(len(x))) else x[list(heads)]
             x = x if rows is None else x[:, rows]
             weight = part.source[:, row : row + x.shape[2]]
@@ -286,6 +301,14 @@ class Panel:
         assert total is not None
         if rows is None:
             out += summed(total, self.index)
+
+    def _heads_of(self, layer: int, side: Side | None) -> Tensor:
+        """Return a source layer's keys or values, [heads, source tokens, dim]."""
+        assert side is not None
+        if self.rows is None:
+            return self.heads[layer, side]
+        first, last = self._range(layer, side)
+        return self.rows[:, first:last].unflatten(1, (self.geometry.layers[layer].kv_heads, -1)).transpose(0, 1)
 
     def _own_rows(self) -> slice | None:
         """Return the rows that target tokens read where each reads one, the next the next; None otherwise."""
