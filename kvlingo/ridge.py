@@ -19,10 +19,10 @@ from kvlingo.stats import Moments
 DAMPINGS = (1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 
 
-def factor(gram: Tensor, damping: float) -> tuple[Tensor, float]:
+def factor(gram: Tensor, damping: float, *, warned: bool = True) -> tuple[Tensor, float]:
     """Return the Cholesky factor L of gram + damping * I, and the damping used.
 
-    A matrix that is not positive definite gets ten times the damping until it is, with a warning.
+    A matrix that is not positive definite gets ten times the damping until it is, with a warning unless told otherwise.
     """
     used = damping
     while True:
@@ -35,7 +35,7 @@ def factor(gram: Tensor, damping: float) -> tuple[Tensor, float]:
         if not failed and bool(torch.isfinite(pivots).all()) and float(pivots.min()) > 1e-8:
             break
         used *= 10
-    if used > damping:
+    if used > damping and warned:
         warnings.warn(f"the features are collinear: damping raised from {damping:g} to {used:g}", stacklevel=2)
     return lower, used
 
@@ -56,10 +56,13 @@ def choose_damping(
     moments: Moments, held_out: Moments, dampings: Sequence[float] = DAMPINGS
 ) -> tuple[float, Tensor, float]:
     """Return the damping with the least held-out error, its map, and that error as a share of the outputs' variance."""
-    tried = []
+    tried: list[tuple[float, float, Tensor]] = []
     previous = float("inf")
     for damping in sorted(dampings, reverse=True):
-        weight = solve(moments, damping)
+        lower, used = factor(moments.gram, damping, warned=not tried)
+        if used > damping and tried:  # less than the products' digits bear: collinear features, or products in float32
+            break
+        weight = torch.cholesky_solve(moments.cross, lower)
         error = relative_error(weight, held_out)
         tried.append((error, damping, weight))
         if error > previous * 1.02:  # past the minimum: less damping only fits noise

@@ -295,7 +295,7 @@ def test_a_translator_that_raises_is_a_reprefill_with_its_reason(error: Exceptio
     def broken(*_: Any, **__: Any) -> Any:
         raise error
 
-    translator.forward = broken  # type: ignore[method-assign]
+    translator.stream = broken  # type: ignore[method-assign]
     with twin_engine(translator=translator) as (engine, lm):
         messages = talk(2)
         ask(engine, request_for(lm, "a", messages))

@@ -255,7 +255,7 @@ def test_a_translator_that_raises_is_told_and_counted(stream: bool) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("the-secret-word")
 
-    translator.forward = broken  # type: ignore[method-assign]
+    translator.stream = broken  # type: ignore[method-assign]
     with served(translator=translator) as running:
         messages = opening(1)
         said = text_of(httpx.post(f"{running.url}{CHAT}", json=body_of("a", messages), timeout=60))

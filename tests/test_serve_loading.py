@@ -74,14 +74,18 @@ def test_an_engine_from_folders(tmp_path: Path) -> None:
 
 def test_warming_up_goes_the_whole_way_once_and_a_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     translator, told = identity_translator(A.geometry, torch.float64), list[str]()
-    used = list[int]()
-    hook = translator.register_forward_hook(lambda *_: used.append(1))
+    used, stream = list[int](), translator.stream
+
+    def streams(*given: Any, **options: Any) -> Any:
+        used.append(1)
+        return stream(*given, **options)
+
+    monkeypatch.setattr(translator, "stream", streams)
     warm_up({"a": A, "b": A}, Link("a", "b", translator), told.append)
     assert used
     assert not told
     warm_up({"a": A, "b": A}, Link("a", "b", translator, refusal="it failed"), told.append)
     assert len(used) == 1, "what is not used needs no warming"
-    hook.remove()
     monkeypatch.setattr("kvlingo.serve.loading.WARM_UP", "")
     warm_up({"a": A, "b": A}, Link("a", "b", translator), told.append)
     assert "a → b: warming up failed" in told[0]
