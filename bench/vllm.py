@@ -34,9 +34,10 @@ from typing import Any
 import torch
 
 from bench.corpora import held_out_and_training
+from kvlingo.assembling import continuation_logits
 from kvlingo.assets import fetch_demo_models
 from kvlingo.environment import environment_card, installed_version
-from kvlingo.handoff import continuation_logits, hand_off, read_conversation
+from kvlingo.handoff import hand_off
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.metrics import kl_nats
 from kvlingo.models import default_cache_dir, load_model
@@ -44,6 +45,7 @@ from kvlingo.reading import read_text
 from kvlingo.serve.external.matching import PARAMS
 from kvlingo.serve.external.servers import HYBRID, Server, start_server, transfer_of
 from kvlingo.serve.external.stores import FolderStore
+from kvlingo.states import read_conversation
 from kvlingo.store import load_translator
 from kvlingo.texts import Document
 

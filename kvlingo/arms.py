@@ -16,19 +16,12 @@ from torch import Tensor
 from kvlingo.alignment import align
 from kvlingo.cache import fork, full_cache, native_cache, owning_layers, truncate
 from kvlingo.errors import BadInput
-from kvlingo.handoff import (
-    WHY_READ,
-    Conversation,
-    HandOff,
-    ModelState,
-    carry_out,
-    common_prefix,
-    hand_off,
-    read_conversation,
-)
+from kvlingo.execution import carry_out
+from kvlingo.handoff import HandOff, hand_off
 from kvlingo.language_model import LanguageModel, prefill, read_in_pieces
 from kvlingo.plan import plan_handoff, reprefill_plan
 from kvlingo.reading import Reading, first_tokens
+from kvlingo.states import WHY_READ, Conversation, ModelState, common_prefix, read_conversation
 from kvlingo.timing import cut
 from kvlingo.translator import Translator
 

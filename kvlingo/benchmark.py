@@ -36,7 +36,6 @@ from kvlingo.calibration import (
 from kvlingo.environment import available_bytes, environment_card
 from kvlingo.errors import BadInput
 from kvlingo.forecast import Forecast, Work
-from kvlingo.handoff import refuse_changed_angles
 from kvlingo.jobs import Where, gather, load_pair
 from kvlingo.language_model import LanguageModel
 from kvlingo.manifest import WeightsCard
@@ -53,6 +52,7 @@ from kvlingo.public_shapes import (
     shape_config,
     shape_outline,
 )
+from kvlingo.states import refuse_changed_angles
 from kvlingo.store import WEIGHTS_FILE, load_translator, pack, unpack, verify_weights
 from kvlingo.timing import CHARS_PER_TOKEN, fastest_pieces, joined, peak_extra_bytes, timed_ms
 from kvlingo.translator import Translator, TranslatorConfig

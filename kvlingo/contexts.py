@@ -18,11 +18,12 @@ from kvlingo.batches import FILLER, Batch, join, prefill_batch, side_by_side
 from kvlingo.cache import fork, read_cache, take_row
 from kvlingo.errors import KVLingoError
 from kvlingo.generation import Incremental, choose, end_ids, seeded
-from kvlingo.handoff import WHY_READ, Conversation, ModelState, hand_off, read_conversation
+from kvlingo.handoff import hand_off
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.metrics import nll_nats
 from kvlingo.plan import SpanKind, reprefill_plan
 from kvlingo.reading import Reading, first_tokens
+from kvlingo.states import WHY_READ, Conversation, ModelState, read_conversation
 from kvlingo.translator import Translator
 
 NOTHING_TO_HAND_OVER = "there is nothing but special tokens"

@@ -25,7 +25,7 @@ from kvlingo.distillation import Distilled, DistillOptions, distill
 from kvlingo.evaluation import Controls, EvaluationOptions, evaluate
 from kvlingo.fitting import control, fit
 from kvlingo.generation import generate
-from kvlingo.handoff import HandOff, Message, ModelState, hand_off, read_conversation
+from kvlingo.handoff import HandOff, hand_off
 from kvlingo.jobs import count_weights, save_curve
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.models import convert_gguf, default_cache_dir, load_model, quiet_loading
@@ -34,6 +34,7 @@ from kvlingo.progress import progress_bar
 from kvlingo.report import Report
 from kvlingo.shapes import FitOptions, base_config, choose_map, source_free, text_free
 from kvlingo.sheets import print_conversation, print_report, print_times
+from kvlingo.states import Message, ModelState, read_conversation
 from kvlingo.store import save_report
 from kvlingo.texts import Document, Split, default_documents, split_documents
 from kvlingo.timing import give_back_memory, time_to_first_token

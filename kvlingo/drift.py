@@ -18,10 +18,11 @@ from kvlingo.environment import environment_card
 from kvlingo.errors import BadInput
 from kvlingo.evaluation import Progress
 from kvlingo.generation import grown
-from kvlingo.handoff import HandOff, ModelState, hand_off, read_native
+from kvlingo.handoff import HandOff, hand_off
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.metrics import cluster_bootstrap, estimates, kl_nats, top1_agreement
 from kvlingo.plan import SpanKind, reprefill_plan
+from kvlingo.states import ModelState, read_native
 from kvlingo.texts import Document
 from kvlingo.translator import Translator
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvlingo.anchors import PLACES, Anchors
+from kvlingo.assembling import assemble, continuation_logits, translate
 from kvlingo.cache import KV
 from kvlingo.calibration import map_weights, read_cost
 from kvlingo.corpus import Example
@@ -29,7 +30,7 @@ from kvlingo.evaluation import (
     plan_of,
     wrong_document,
 )
-from kvlingo.handoff import assemble, choose_anchors, continuation_logits, middle_doubts, translate
+from kvlingo.execution import choose_anchors, middle_doubts
 from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.metrics import DocumentScores, estimates, nll_nats, paired_kl_ratio
 from kvlingo.plan import HandoffPlan, with_anchors

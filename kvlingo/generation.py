@@ -17,11 +17,11 @@ from torch import Tensor
 from kvlingo.batches import join, prefill_batch, row_kv, side_by_side
 from kvlingo.cache import read_cache, truncate
 from kvlingo.errors import BadInput, UnsupportedCache
-from kvlingo.handoff import ModelState, target_cache
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import Provenance, Span, SpanKind, reprefill_plan
 from kvlingo.probing import cache_argument
 from kvlingo.reading import read_more
+from kvlingo.states import ModelState, target_cache
 
 
 class Generation:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvlingo.assembling import assemble, continuation_logits
 from kvlingo.cache import KV
 from kvlingo.corpus import Example, examples
-from kvlingo.handoff import assemble, continuation_logits
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.metrics import kl_nats
 from kvlingo.plan import HandoffPlan, plan_handoff

@@ -21,7 +21,6 @@ import torch
 from kvlingo.alignment import align
 from kvlingo.errors import IncompatiblePair, UnsupportedCache
 from kvlingo.geometry import LayerGeometry
-from kvlingo.handoff import WHY_READ, Conversation, ModelState, as_one_text, read_conversation
 from kvlingo.mlx_caches import fill, full_prompt_cache, native_prompt_cache, read, read_prompt_cache
 from kvlingo.mlx_library import Array, mx
 from kvlingo.mlx_maps import MlxTranslator
@@ -29,6 +28,7 @@ from kvlingo.mlx_models import Caught, MlxModel, load, wrap
 from kvlingo.mlx_rotation import rotated
 from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan
 from kvlingo.reading import Reading, first_tokens, read_more
+from kvlingo.states import WHY_READ, Conversation, ModelState, as_one_text, read_conversation
 from kvlingo.translator import Translator, TranslatorConfig, first_read
 
 if TYPE_CHECKING:

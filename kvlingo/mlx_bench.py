@@ -33,7 +33,6 @@ from kvlingo.benchmark import (
 )
 from kvlingo.environment import environment_card, installed_version
 from kvlingo.errors import BadInput, UnsupportedModel
-from kvlingo.handoff import WHY_READ, ModelState, read_conversation
 from kvlingo.jobs import Where, gather
 from kvlingo.mlx import (
     MlxModel,
@@ -51,6 +50,7 @@ from kvlingo.mlx_models import hoisted
 from kvlingo.plan import reprefill_plan
 from kvlingo.public_shapes import MapShape, random_translator, shape_config
 from kvlingo.reading import Reading
+from kvlingo.states import WHY_READ, ModelState, read_conversation
 from kvlingo.store import load_translator
 from kvlingo.timing import CHARS_PER_TOKEN, cut, joined
 from kvlingo.translator import HeadwiseMap, LayerMap, Translator

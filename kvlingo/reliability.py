@@ -16,10 +16,11 @@ from kvlingo.corpus import Example
 from kvlingo.environment import environment_card
 from kvlingo.errors import BadInput
 from kvlingo.evaluation import EvaluationOptions, Progress, choose_examples
-from kvlingo.handoff import hand_off, read_alone
+from kvlingo.handoff import hand_off
 from kvlingo.judging import native_logits
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.metrics import kl_nats
+from kvlingo.states import read_alone
 from kvlingo.texts import Document
 from kvlingo.translator import Translator
 

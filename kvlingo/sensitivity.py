@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kvlingo.assembling import assemble, continuation_logits
 from kvlingo.corpus import Example, random_examples
-from kvlingo.handoff import assemble, continuation_logits
 from kvlingo.judging import example_plan
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.shapes import FitOptions

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from kvlingo.cost import PIECE_TOKENS
 from kvlingo.errors import BadInput
-from kvlingo.handoff import Conversation, ModelState, hand_off, read_conversation, read_native
+from kvlingo.handoff import hand_off
 from kvlingo.language_model import LanguageModel, read_in_pieces
+from kvlingo.states import Conversation, ModelState, read_conversation, read_native
 from kvlingo.texts import Document
 from kvlingo.translator import Translator
 

@@ -19,7 +19,7 @@ from kvlingo.evaluation import Controls, EvaluationOptions, evaluate
 from kvlingo.files import write_file
 from kvlingo.frontier import FrontierOptions, frontier
 from kvlingo.generation import generate
-from kvlingo.handoff import HandOff, hand_off, read_native, refuse_changed_angles
+from kvlingo.handoff import HandOff, hand_off
 from kvlingo.jobs import Say, Where, gather, load_pair
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.manifest import Manifest
@@ -28,6 +28,7 @@ from kvlingo.progress import progress_bar
 from kvlingo.reading import read_more
 from kvlingo.reliability import ReliabilityOptions, judge_confidence
 from kvlingo.report import Report
+from kvlingo.states import read_native, refuse_changed_angles
 from kvlingo.store import load_translator, read_manifest, save_confidence, save_report
 from kvlingo.texts import Document, conversation_from_file
 from kvlingo.timing import FirstToken, time_to_first_token

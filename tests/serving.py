@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvlingo.handoff import read_conversation
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.models import wrap
 from kvlingo.serve.disk import Disk
 from kvlingo.serve.engine import Limits, LocalEngine
 from kvlingo.serve.protocol import Begun, Dial, Done, Message, Piece, Request, Sampling
 from kvlingo.serve.switching import Link, Rule
+from kvlingo.states import read_conversation
 from kvlingo.translator import Translator, identity_translator
 from tests import tiny
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import kvlingo.recompute as recompute_module
 from kvlingo.anchors import Anchors, merged
+from kvlingo.assembling import assemble, continuation_logits, not_held
 from kvlingo.cache import KV, read_cache, write_cache
 from kvlingo.errors import BadInput
-from kvlingo.handoff import assemble, continuation_logits, hand_off, not_held
+from kvlingo.handoff import hand_off
 from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.plan import HandoffPlan, Provenance, SpanKind, plan_handoff, with_anchors
 from kvlingo.recompute import at_once, in_turn, recompute, takes_masks
@@ -314,7 +315,7 @@ def test_after_an_earlier_cache_anchors_stand_in_what_is_new(lm: LanguageModel) 
 
 
 def doubts_of(lm: LanguageModel, by: str, translator: Translator, **known: object) -> torch.Tensor:
-    from kvlingo.handoff import translate
+    from kvlingo.assembling import translate
     from kvlingo.trust import Evidence, doubts, exact_layers
 
     ids = tiny.ids_of(lm, TOKENS)

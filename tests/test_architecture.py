@@ -18,7 +18,8 @@ ORDER = re.findall(
     """
     errors steps files processes gguf_header geometry rope cache correspondence spelling chat reading alignment probing selfcheck
     fingerprints language_model models outline batches anchors recompute pairing plan cost forecast traffic
-    texts stats ridge features maps folding translator corpus metrics predictions trust confidence signs handoff generation
+    texts stats ridge features maps folding translator corpus metrics predictions trust confidence signs states
+    assembling execution handoff generation
     mlx_library mlx_rotation mlx_models mlx_caches mlx_maps mlx timing calibration arms
     shapes public_shapes rehearsal collecting judging sensitivity fitting whitening compression objective distillation environment
     report evaluation quantised frontier reliability drift questions contexts prompts

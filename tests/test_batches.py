@@ -19,9 +19,10 @@ from kvlingo.collecting import Collector
 from kvlingo.corpus import examples
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.generation import generate, generate_batch, grown
-from kvlingo.handoff import ModelState, hand_off, hand_off_batch, read_native_batch
+from kvlingo.handoff import hand_off, hand_off_batch
 from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.shapes import FitOptions, base_config
+from kvlingo.states import ModelState, read_native_batch
 from kvlingo.translator import identity_translator
 from tests import families, tiny
 from tests.padded import padded_error, rows_of

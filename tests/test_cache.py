@@ -26,8 +26,9 @@ from kvlingo.cache import (
     write_cache,
 )
 from kvlingo.errors import UnsupportedCache
-from kvlingo.handoff import hand_off, read_native
+from kvlingo.handoff import hand_off
 from kvlingo.language_model import LanguageModel, prefill, read
+from kvlingo.states import read_native
 from kvlingo.translator import identity_translator
 from tests import tiny
 

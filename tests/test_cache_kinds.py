@@ -24,9 +24,10 @@ from transformers.cache_utils import Cache, QuantizedLayer
 
 from kvlingo.cache import KV, full_cache, native_cache, read_cache, truncate, write_cache
 from kvlingo.errors import BadInput, UnsupportedCache
-from kvlingo.handoff import ModelState, hand_off, read_native
+from kvlingo.handoff import hand_off
 from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.plan import SpanKind
+from kvlingo.states import ModelState, read_native
 from kvlingo.translator import identity_translator
 from tests import tiny
 

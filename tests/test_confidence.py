@@ -25,11 +25,12 @@ from kvlingo.confidence import (
     worth,
 )
 from kvlingo.errors import BadArtifact, BadInput
-from kvlingo.handoff import hand_off, read_native
+from kvlingo.handoff import hand_off
 from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.metrics import nll_nats
 from kvlingo.plan import SpanKind
 from kvlingo.reliability import ReliabilityOptions, judge_confidence
+from kvlingo.states import read_native
 from kvlingo.translator import Translator, identity_translator
 from tests import tiny
 

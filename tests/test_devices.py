@@ -12,8 +12,9 @@ import torch
 
 from kvlingo.cache import KV
 from kvlingo.fingerprints import fingerprint
-from kvlingo.handoff import hand_off, target_cache
+from kvlingo.handoff import hand_off
 from kvlingo.language_model import LanguageModel, layer_devices, prefill, read
+from kvlingo.states import target_cache
 from kvlingo.translator import Translator, TranslatorConfig, identity_translator
 from tests import tiny
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvlingo import objective
+from kvlingo.assembling import continuation_logits
 from kvlingo.compression import CompressOptions, compress
 from kvlingo.corpus import Example, random_examples
 from kvlingo.distillation import (
@@ -28,7 +29,6 @@ from kvlingo.distillation import (
 )
 from kvlingo.errors import BadInput
 from kvlingo.fitting import Fit, fit
-from kvlingo.handoff import continuation_logits
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.models import wrap
 from kvlingo.objective import example_loss, small_vocabulary

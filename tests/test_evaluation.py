@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvlingo.assembling import assemble, continuation_logits
 from kvlingo.cache import flatten_heads
 from kvlingo.errors import BadInput
 from kvlingo.evaluation import (
@@ -27,7 +28,6 @@ from kvlingo.evaluation import (
     wrong_document,
 )
 from kvlingo.fitting import Fit, control, fit
-from kvlingo.handoff import assemble, continuation_logits
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.models import wrap
 from kvlingo.report import Report

@@ -15,13 +15,14 @@ from kvlingo.facts import describe_pair
 from kvlingo.fitting import fit
 from kvlingo.generation import generate, generate_batch
 from kvlingo.geometry import LayerRope
-from kvlingo.handoff import hand_off, hand_off_batch, read_native, read_native_batch
+from kvlingo.handoff import hand_off, hand_off_batch
 from kvlingo.language_model import prefill, read, read_padded
 from kvlingo.models import load_model, wrap
 from kvlingo.outline import outline
 from kvlingo.plan import Provenance, SpanKind
 from kvlingo.reading import read_more
 from kvlingo.shapes import FitOptions
+from kvlingo.states import read_native, read_native_batch
 from kvlingo.translator import identity_translator
 from tests import families, tiny
 

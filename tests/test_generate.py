@@ -10,10 +10,11 @@ from torch import Tensor
 
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.generation import generate_arguments
-from kvlingo.handoff import HandOff, ModelState, hand_off, read_native
+from kvlingo.handoff import HandOff, hand_off
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import reprefill_plan
 from kvlingo.probing import cache_argument
+from kvlingo.states import ModelState, read_native
 from kvlingo.translator import identity_translator
 from tests import tiny
 

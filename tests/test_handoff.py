@@ -15,9 +15,10 @@ import kvlingo.handoff as handoff_module
 from kvlingo.cache import tensors_of
 from kvlingo.errors import BadInput, IncompatiblePair, UnsupportedCache
 from kvlingo.generation import generate, grown
-from kvlingo.handoff import HandOff, ModelState, common_prefix, hand_off, read_native
+from kvlingo.handoff import HandOff, hand_off
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import Provenance, SpanKind, reprefill_plan
+from kvlingo.states import ModelState, common_prefix, read_native
 from kvlingo.translator import Translator, TranslatorConfig, identity_translator
 from tests import tiny
 

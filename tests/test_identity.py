@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvlingo.assembling import assemble, continuation_logits
 from kvlingo.cache import KV, write_cache
 from kvlingo.generation import generate
-from kvlingo.handoff import ModelState, assemble, continuation_logits, hand_off, read_conversation, read_native
+from kvlingo.handoff import hand_off
 from kvlingo.language_model import LanguageModel, first_layers, native_layers, prefill, read, read_sinks
 from kvlingo.plan import plan_handoff
 from kvlingo.rope import Rotary
+from kvlingo.states import ModelState, read_conversation, read_native
 from kvlingo.translator import Translator, identity_translator
 from tests import families, tiny
 from tests.padded import padded_error

@@ -31,16 +31,17 @@ from mlx_lm.models.cache import (
 
 from kvlingo import cli, mlx, mlx_bench, mlx_caches, mlx_models, mlx_rotation
 from kvlingo.alignment import align
+from kvlingo.assembling import assemble, not_held
 from kvlingo.assets import fetch_demo_models
 from kvlingo.cache import KV, read_cache
 from kvlingo.errors import BadInput, IncompatiblePair, KVLingoError, UnsupportedCache, UnsupportedModel
-from kvlingo.handoff import ModelState, assemble, not_held, read_conversation, read_native
 from kvlingo.language_model import LanguageModel
 from kvlingo.manifest import Manifest, ModelCard
 from kvlingo.mlx import MlxModel, MlxTranslator, hand_off
 from kvlingo.models import convert_gguf, default_cache_dir, load_model
 from kvlingo.outline import embedding_scale
 from kvlingo.plan import plan_handoff
+from kvlingo.states import ModelState, read_conversation, read_native
 from kvlingo.store import save_translator
 from kvlingo.translator import Translator, TranslatorConfig, identity_translator
 from tests import tiny

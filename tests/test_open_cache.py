@@ -15,17 +15,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import kvlingo.handoff as handoff_module
+import kvlingo.execution as execution_module
 import kvlingo.recompute as recompute_module
 from kvlingo import folding
 from kvlingo.alignment import align
+from kvlingo.assembling import assemble
 from kvlingo.cache import KV, OpenCache, read_cache, tensors_of, view_cache, write_cache
 from kvlingo.errors import UnsupportedCache
+from kvlingo.execution import cut_middle
 from kvlingo.features import TranslatorConfig
-from kvlingo.handoff import HandOff, ModelState, assemble, cut_middle, hand_off, read_conversation, read_native
+from kvlingo.handoff import HandOff, hand_off
 from kvlingo.language_model import LanguageModel, cache_devices, prefill, read
 from kvlingo.plan import Provenance, plan_handoff
 from kvlingo.recompute import opened_around, read_both_ends, reads_both_ends
+from kvlingo.states import ModelState, read_conversation, read_native
 from kvlingo.translator import LayerMap, Translator, identity_translator
 from tests import families, tiny
 
@@ -293,7 +296,7 @@ def test_long_texts_and_first_tokens_alone_take_a_pass_of_their_own(monkeypatch:
     assert passes == 1
     assert done.logits is None
     assert done.state.cache.get_seq_length() == TOKENS
-    monkeypatch.setattr(handoff_module, "MOST_COPIED_BYTES", 1000)
+    monkeypatch.setattr(execution_module, "MOST_COPIED_BYTES", 1000)
     done, passes = handed(lm, sink=3)
     assert passes == 2
     assert_cold(lm, done)
@@ -331,7 +334,7 @@ def test_pieces_give_what_the_plain_way_gives(
     target = tiny.language_model(family)
     translator, text = random_maps(source, target, **changes), tiny.text(30)
     state = read_native(text, source)
-    monkeypatch.setattr(handoff_module, "PIECE_TOKENS", piece)
+    monkeypatch.setattr(execution_module, "PIECE_TOKENS", piece)
     for native_layers in (0, 2):
         done = hand_off(text, source, target, translator, source_state=state, tail=3, native_layers=native_layers)
         assert done.plan.fallback is None
@@ -346,7 +349,7 @@ def test_pieces_give_what_the_plain_way_gives(
 
 
 def test_the_middle_is_cut_from_its_end_and_where_the_source_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handoff_module, "PIECE_TOKENS", 8)
+    monkeypatch.setattr(execution_module, "PIECE_TOKENS", 8)
     assert cut_middle(torch.arange(40), 3, 30) == [(3, 6), (6, 14), (14, 22), (22, 30)]
     assert cut_middle(torch.arange(40), 30, 30) == []
     jump = torch.cat((torch.arange(10), torch.arange(1000, 1010)))
@@ -383,7 +386,7 @@ class Counting(TorchDispatchMode):
 @contextmanager
 def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handoff_module, "PIECE_TOKENS", 16)
+        patch.setattr(execution_module, "PIECE_TOKENS", 16)
         patch.setattr(folding, "CHUNK_BYTES", 1)
         patch.setattr(folding, "LEAST_ROWS", 16)
         patch.setattr(folding, "GOOD_ROWS", 16)

@@ -499,7 +499,7 @@ def test_translating_pays_from_where_it_does_for_good(handoff_ms: list[float], r
 
 def test_a_text_is_cut_to_what_both_read() -> None:
     lm, other = tiny.language_model("llama"), tiny.language_model("qwen3")
-    from kvlingo.handoff import read_conversation
+    from kvlingo.states import read_conversation
 
     text = tiny.text(200)
     part = cut(text, lm, other, 64)

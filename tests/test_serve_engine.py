@@ -19,7 +19,6 @@ from kvlingo.batches import Batch
 from kvlingo.confidence import Confidence
 from kvlingo.cost import MapRates, Rates, ReadingRates
 from kvlingo.errors import BadInput, IncompatiblePair
-from kvlingo.handoff import read_conversation
 from kvlingo.serve.decoding import FairQueue, Job, Lane
 from kvlingo.serve.engine import Limits, LocalEngine
 from kvlingo.serve.protocol import (
@@ -38,6 +37,7 @@ from kvlingo.serve.protocol import (
 )
 from kvlingo.serve.sessions import Match, Radix, Sessions, Snapshot
 from kvlingo.serve.switching import Link, Rule
+from kvlingo.states import read_conversation
 from kvlingo.translator import identity_translator
 from tests import tiny
 from tests.serving import (

@@ -12,7 +12,6 @@ import torch
 
 import kvlingo.serve.healing as healing
 from kvlingo.cache import tensors_of
-from kvlingo.handoff import ModelState, read_conversation
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import Provenance, Span, SpanKind
 from kvlingo.serve.decoding import Job, Lane
@@ -20,6 +19,7 @@ from kvlingo.serve.engine import LocalEngine
 from kvlingo.serve.healing import AGAIN_S, Healer
 from kvlingo.serve.protocol import Dial, Message
 from kvlingo.serve.sessions import Place, Sessions
+from kvlingo.states import ModelState, read_conversation
 from kvlingo.translator import Translator, identity_translator
 from tests import tiny
 from tests.serving import ask, assistant, cold_ids, greedy, request_for, twin_engine, user, within

@@ -16,12 +16,13 @@ import torch
 import kvlingo.language_model as language_model
 import kvlingo.serve.switching as switching
 from kvlingo.confidence import Confidence
-from kvlingo.handoff import hand_off, hand_off_in_parts, read_native
+from kvlingo.handoff import hand_off, hand_off_in_parts
 from kvlingo.language_model import LanguageModel, prefill, prefill_in_parts
 from kvlingo.serve.decoding import Job, Lane, Started
 from kvlingo.serve.engine import Limits, LocalEngine
 from kvlingo.serve.protocol import Begun, Dial, Request, Sampling
 from kvlingo.serve.switching import Link
+from kvlingo.states import read_native
 from kvlingo.steps import Steps, finished, parts
 from kvlingo.translator import LayerMap, Translator, TranslatorConfig, identity_translator
 from tests import tiny

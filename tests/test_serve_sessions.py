@@ -9,11 +9,11 @@ import torch
 
 from kvlingo.cache import append_row, can_cut, fork, holds_all, native_cache, stack_rows, tensors_of, truncate
 from kvlingo.errors import UnsupportedCache
-from kvlingo.handoff import ModelState
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import Provenance, Span, SpanKind, reprefill_plan
 from kvlingo.reading import reading_of_ids
 from kvlingo.serve.sessions import Match, Place, Sessions, common
+from kvlingo.states import ModelState
 from tests import tiny
 from tests.families import language_model as family_model
 

@@ -24,7 +24,6 @@ import kvlingo.files as files
 import kvlingo.serve.shelf as shelving
 from kvlingo.cache import can_cut, cut_from, fork, read_cache, tensors_of
 from kvlingo.errors import BadInput, UnsupportedCache
-from kvlingo.handoff import ModelState, target_cache
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import reprefill_plan
 from kvlingo.reading import reading_of_ids
@@ -36,6 +35,7 @@ from kvlingo.serve.protocol import Message
 from kvlingo.serve.settings import Settings, read_settings
 from kvlingo.serve.shelf import REASONS, WORTH_TOKENS, Shelf
 from kvlingo.serve.switching import Link
+from kvlingo.states import ModelState, target_cache
 from kvlingo.translator import identity_translator
 from tests import tiny
 from tests.families import EXACT, SOURCE_ONLY

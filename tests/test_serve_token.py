@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kvlingo.errors import BadInput
-from kvlingo.handoff import read_conversation
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.serve.decoding import Lane
 from kvlingo.serve.duet import Duet, Singer, Turn, fragment_ids, same_vocabulary
@@ -31,6 +30,7 @@ from kvlingo.serve.routing.threshold import Threshold
 from kvlingo.serve.routing.token import Token, TokenRule
 from kvlingo.serve.sampling import entropy_nats
 from kvlingo.serve.settings import Settings
+from kvlingo.states import read_conversation
 from tests import tiny
 from tests.fake_engine import serving
 from tests.serving import (

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvlingo.errors import KVLingoError
-from kvlingo.handoff import ModelState
 from kvlingo.serve.protocol import Dial, Message, Request
 from kvlingo.serve.sessions import Place
 from kvlingo.serve.switching import Offer, Prompt, Switch
+from kvlingo.states import ModelState
 
 LOG = logging.getLogger(__name__)
 PIECE_TOKENS = 256

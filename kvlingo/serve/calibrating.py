@@ -18,12 +18,13 @@ from kvlingo.cost import HandoffCost, Rates, TargetCost, handoff_s, pass_s
 from kvlingo.environment import environment_card
 from kvlingo.errors import BadInput
 from kvlingo.files import write_file
-from kvlingo.handoff import hand_off, read_native
+from kvlingo.handoff import hand_off
 from kvlingo.jobs import Where, gather
 from kvlingo.language_model import LanguageModel
 from kvlingo.serve.loading import links_between, load_models
 from kvlingo.serve.routing.rules import NEVER, Calibrated, Measured, read_rules, written
 from kvlingo.serve.switching import Link, Rule, moving
+from kvlingo.states import read_native
 from kvlingo.timing import CHARS_PER_TOKEN, FirstToken, cut, joined, time_to_first_token
 
 Tell = Callable[[str], None]

@@ -21,10 +21,10 @@ from torch import Tensor
 from kvlingo.batches import Batch, prefill_batch
 from kvlingo.cache import append_row, stack_rows
 from kvlingo.generation import grown
-from kvlingo.handoff import ModelState
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.serve.protocol import Begun, Busy, Done, Event, Finish, Piece, Sampling, Unavailable
 from kvlingo.serve.sampling import Speech
+from kvlingo.states import ModelState
 from kvlingo.steps import Steps
 
 LOG = logging.getLogger(__name__)

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from kvlingo.errors import BadInput
 from kvlingo.generation import seeded
-from kvlingo.handoff import ModelState
 from kvlingo.language_model import LanguageModel
 from kvlingo.serve.protocol import Begun, Finish, Part, Piece, Sampling
 from kvlingo.serve.sampling import CPU, Picker, Telling
 from kvlingo.spelling import encode, spelling_of
+from kvlingo.states import ModelState
 
 NOTHING = Piece("", ())
 ANCHORS = ("\n", "a", ".")

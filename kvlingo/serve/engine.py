@@ -18,7 +18,6 @@ from functools import partial
 
 from kvlingo.chat import ignored, writes_tool_call_tags
 from kvlingo.errors import BadInput
-from kvlingo.handoff import ModelState
 from kvlingo.language_model import LanguageModel
 from kvlingo.serve.ahead import Ahead, answered
 from kvlingo.serve.decoding import Job, Lane, Started, clipped
@@ -45,6 +44,7 @@ from kvlingo.serve.sampling import Speech, check
 from kvlingo.serve.sessions import Sessions
 from kvlingo.serve.shelf import Shelf
 from kvlingo.serve.switching import PART_TOKENS, Link, Prompt, Rule, Side, Switch, of_one_angle, prompt_of
+from kvlingo.states import ModelState
 from kvlingo.steps import Steps
 from kvlingo.translator import check_geometry
 

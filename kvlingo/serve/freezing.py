@@ -18,11 +18,11 @@ from torch import Tensor
 
 from kvlingo.cache import Packed, cut_from, pack_cache, unpack_cache
 from kvlingo.errors import UnsupportedCache
-from kvlingo.handoff import ModelState
 from kvlingo.language_model import LanguageModel, layer_devices
 from kvlingo.plan import Provenance, Span, SpanKind
 from kvlingo.reading import Reading
 from kvlingo.serve.sessions import exact_until
+from kvlingo.states import ModelState
 
 FORMAT = 1
 MOST_HEADER_BYTES = 16 << 20

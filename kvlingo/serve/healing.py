@@ -16,11 +16,11 @@ from weakref import WeakSet
 import torch
 
 from kvlingo.cache import can_cut, fork, truncate
-from kvlingo.handoff import ModelState
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import reprefill_plan
 from kvlingo.reading import first_tokens
 from kvlingo.serve.sessions import Sessions, Snapshot
+from kvlingo.states import ModelState
 
 LOG = logging.getLogger(__name__)
 PIECE_TOKENS = 64

@@ -21,13 +21,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from kvlingo.handoff import ModelState
 from kvlingo.language_model import prefill
 from kvlingo.reading import read_more
 from kvlingo.serve.decoding import Job, Lane, Started
 from kvlingo.serve.duet import Duet, Singer, Turn
 from kvlingo.serve.protocol import Begun, Done, Event
 from kvlingo.serve.switching import Prompt, Switch
+from kvlingo.states import ModelState
 from kvlingo.steps import Steps
 
 Tell = Callable[[Event | Exception], None]

@@ -14,8 +14,8 @@ from typing import Generic, Protocol, TypeVar
 
 from kvlingo.cache import fork, holds_all, tensors_of
 from kvlingo.geometry import Geometry
-from kvlingo.handoff import ModelState
 from kvlingo.plan import Provenance
+from kvlingo.states import ModelState
 
 
 @dataclass(frozen=True)

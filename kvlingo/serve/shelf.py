@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvlingo.handoff import ModelState
 from kvlingo.language_model import LanguageModel
 from kvlingo.serve.disk import Disk, Stored
 from kvlingo.serve.freezing import Unusable, freeze, thaw
 from kvlingo.serve.sessions import Match, Place, Snapshot
+from kvlingo.states import ModelState
 
 LOG = logging.getLogger(__name__)
 WORTH_TOKENS = 32

@@ -20,7 +20,7 @@ from kvlingo.calibration import handoff_cost, read_cost
 from kvlingo.confidence import Confidence
 from kvlingo.cost import HandoffCost, Rates, TargetCost, handoff_flops, handoff_s, pass_flops, pass_s
 from kvlingo.errors import KVLingoError, UnsupportedCache
-from kvlingo.handoff import Conversation, HandOff, ModelState, hand_off_in_parts, read_conversation, refuse_target
+from kvlingo.handoff import HandOff, hand_off_in_parts
 from kvlingo.language_model import LanguageModel, prefill_in_parts, reads_in_parts
 from kvlingo.plan import HandoffPlan, Span, SpanKind, reprefill_plan
 from kvlingo.reading import Reading, first_tokens
@@ -28,6 +28,7 @@ from kvlingo.serve.decoding import Started
 from kvlingo.serve.protocol import Begun, Dial, Message, Mode, Request
 from kvlingo.serve.sessions import Match, Place, Sessions, Snapshot, common
 from kvlingo.serve.shelf import Shelf
+from kvlingo.states import Conversation, ModelState, read_conversation, refuse_target
 from kvlingo.steps import Steps, finished
 from kvlingo.translator import Translator
 

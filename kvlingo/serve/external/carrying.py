@@ -1,7 +1,7 @@
 """From a kept cache to the keys and values that an engine holds: read, merge, translate, rotate.
 
 Knows tensors, stores and the target's own part: its embeddings, first layer and first tokens, from a copy of its checkpoint on
-the CPU. Translation itself is `handoff.assemble`. Does not know blocks, slots or an engine's layouts.
+the CPU. Translation itself is `assembling.assemble`. Does not know blocks, slots or an engine's layouts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from kvlingo.assembling import assemble, first_source_token
+from kvlingo.assembling import translate as translate_middle
 from kvlingo.cache import KV, concat
 from kvlingo.errors import IncompatiblePair, UnsupportedModel
 from kvlingo.geometry import Geometry
-from kvlingo.handoff import assemble, first_source_token
-from kvlingo.handoff import translate as translate_middle
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.manifest import ModelCard
 from kvlingo.models import load_model
