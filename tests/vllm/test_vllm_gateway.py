@@ -146,6 +146,7 @@ def test_what_the_server_refuses_is_told_and_the_answer_is_the_model_s_own(
     messages = conversation("lost")
     text = say(client, "source", messages)[0]
     turn = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
+    reach(fleet, gateway, turn)  # it is kept by now
     fleet.set_faults(data="down")
     told = say(client, "target", turn, stream=True)
     fleet.set_faults()
