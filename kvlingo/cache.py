@@ -259,6 +259,8 @@ class CacheView(KV):
 
     def narrow(self, start: int, stop: int) -> CacheView:
         """Return what the layers hold of the tokens [start, stop)."""
+        if not 0 <= start <= stop <= self.tokens:
+            raise UnsupportedCache(f"tokens {start} to {stop} of a cache of {self.tokens} were asked for")
 
         def cut(part: Part) -> Part:
             lost = self.tokens - part.keys.shape[2]

@@ -329,7 +329,12 @@ class Panel:
 
 def put_centred(x: Tensor, centre: Tensor, out: Tensor) -> None:
     """Write x [heads, tokens, dim] less a mean into out [tokens, heads * dim]."""
-    heads, _, dim = x.shape
+    heads, tokens, dim = x.shape
+    if out.shape != (
+        tokens,
+        heads * dim,
+    ):  # `out=` would be resized, with a warning, and what it was to fill left as it is
+        raise ValueError(f"{tokens} tokens of {heads} x {dim} do not fill {tuple(out.shape)}")
     torch.sub(x.transpose(0, 1), centre.view(heads, dim), out=out.unflatten(1, (heads, dim)))
 
 

@@ -182,9 +182,10 @@ def hand_off_in_parts(
     if reading is None:
         reading = read_conversation(conversation, target, add_generation_prompt=True)
     source_reading = as_one_text(source_state.reading) if isinstance(conversation, str) else source_state.reading
-    crossing = _Crossing(
-        source, target, translator, source_state, target_state, reading, align(source_reading, reading), anchors
-    )
+    alignment = align(source_reading, reading)
+    # A token that was said and not fed back, or cut off, has no keys and values: the target reads what it would have fed.
+    alignment = alignment.masked_fill(alignment >= int(source_state.cache.get_seq_length()), -1)
+    crossing = _Crossing(source, target, translator, source_state, target_state, reading, alignment, anchors)
     plan = crossing.plan(
         sink=sink,
         tail=tail if confidence is None else max(tail, confidence.tail),

@@ -292,3 +292,9 @@ def test_what_is_missing_is_named(kind: str) -> None:
     if kind == "linear":
         with pytest.raises(IncompatiblePair, match="embeddings; give"):
             translator(source_kv(), ALIGNMENTS["same tokens"], None, native=native)
+
+
+def test_too_few_tokens_do_not_fill_a_panel() -> None:
+    """PyTorch would resize what it was to write into, with a warning, and leave the panel as it was."""
+    with pytest.raises(ValueError, match="do not fill"):
+        folding.put_centred(torch.ones(2, 3, 4), torch.zeros(8), torch.empty(5, 8))

@@ -644,3 +644,18 @@ def test_a_hand_over_leaves_the_target_s_earlier_cache_as_it_was(family: str) ->
     hand_off(FIRST + REPLY, lm, lm, identity(lm), source_state=source, target_state=target)
     assert tiny.same(before, list(tensors_of(target.cache)))
     assert target.cache.get_seq_length() == len(target.reading)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_a_source_cache_that_ends_before_its_reading_is_used_as_far_as_it_goes(family: str, cut: int) -> None:
+    """A token that was said and not fed back, or a cache that was cut: the target reads those tokens itself."""
+    lm, text = tiny.language_model(family), tiny.text(60, seed=1)[:100]
+    state = read_native(text, lm)
+    short = replace(state, cache=prefill(lm, lm.ids(state.reading.ids[:-cut]), full_length=True).cache)
+    handed = hand_off(text + " on", lm, lm, identity_translator(lm.geometry, torch.float64), source_state=short)
+    assert handed.plan.fallback is None
+    assert handed.plan.translated[1] <= len(state.reading.ids) - cut
+    cold = tiny.cold_logits(lm, lm.ids(handed.state.reading.ids))[-1]
+    assert handed.logits is not None
+    torch.testing.assert_close(handed.logits, cold, atol=1e-8, rtol=0)
