@@ -194,9 +194,11 @@ def clear_load_errors(name: str, *, weights: bool = True) -> Iterator[None]:
             raise BadInput(f"{name} holds no weights (*.safetensors); download the whole model") from error
         if folder.exists():
             raise UnsupportedModel(f"{name} can't be loaded: {reason}; if it is damaged, download it again") from error
+        if name.startswith(("/", "./", "../", "~")):
+            raise BadInput(f"there is no {name}; give a model's folder, a .gguf file or a hub id") from error
         raise BadInput(
             f"{name} is neither a folder nor a .gguf file, and can't be had from the model hub; "
-            f"check the name and the network ({reason})"
+            f"check the name and the network, or name its folder where it moved ({reason})"
         ) from error
 
 

@@ -102,6 +102,8 @@ def load_engine(
     tell: Tell = lambda _: None,
 ) -> LocalEngine:
     """Load models (served name → hub id, folder or .gguf file) and translators' folders into an engine."""
+    for folder in translators:
+        read_manifest(folder)  # which refuses what is none: models take long
     loaded = load_models(models, where or Where(), tell)
     links = with_rules(links_between(loaded, translators, tell), loaded, switches)
     for link in links:
