@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlingo.alignment import align
 from kvlingo.anchors import Anchors
 from kvlingo.cache import (
     OpenCache,
@@ -36,8 +35,8 @@ from kvlingo.signs import Seen, signs_of
 from kvlingo.states import (
     Conversation,
     ModelState,
-    as_one_text,
     common_prefix,
+    feed,
     read_conversation,
     read_native,
     read_native_batch,
@@ -181,10 +180,7 @@ def hand_off_in_parts(
     source_read = time.perf_counter()
     if reading is None:
         reading = read_conversation(conversation, target, add_generation_prompt=True)
-    source_reading = as_one_text(source_state.reading) if isinstance(conversation, str) else source_state.reading
-    alignment = align(source_reading, reading)
-    # A token that was said and not fed back, or cut off, has no keys and values: the target reads what it would have fed.
-    alignment = alignment.masked_fill(alignment >= int(source_state.cache.get_seq_length()), -1)
+    alignment = feed(conversation, source_state, reading, int(source_state.cache.get_seq_length()))
     crossing = _Crossing(source, target, translator, source_state, target_state, reading, alignment, anchors)
     plan = crossing.plan(
         sink=sink,
@@ -207,11 +203,11 @@ def hand_off_in_parts(
     if confidence is not None and doubt is not None and doubt > confidence.threshold:
         plan, cache = yield from crossing.carry_out(crossing.reprefill(confidence.reason(doubt)), most)
         cache, logits = yield from _read_rest(target, crossing.ids, cache, 1, most)
-    finished = time.perf_counter()
+    ended = time.perf_counter()
     timings = {
         "source_prefill": 1e3 * (source_read - started),
         "translate": 1e3 * (translated - source_read),
-        "tail": 1e3 * (finished - translated),
+        "tail": 1e3 * (ended - translated),
     }
     last = None if logits is None else logits[-1]
     return HandOff(ModelState(reading, cache, plan.spans, no_text), plan, last, timings, signs, doubt)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from kvlingo.alignment import align
 from kvlingo.errors import IncompatiblePair, UnsupportedCache
 from kvlingo.geometry import LayerGeometry
 from kvlingo.mlx_caches import fill, full_prompt_cache, native_prompt_cache, read, read_prompt_cache
@@ -28,7 +27,7 @@ from kvlingo.mlx_models import Caught, MlxModel, load, wrap
 from kvlingo.mlx_rotation import rotated
 from kvlingo.plan import HandoffPlan, Provenance, Span, SpanKind, plan_handoff, reprefill_plan
 from kvlingo.reading import Reading, first_tokens, read_more
-from kvlingo.states import WHY_READ, Conversation, ModelState, as_one_text, read_conversation
+from kvlingo.states import WHY_READ, Conversation, ModelState, feed, read_conversation
 from kvlingo.translator import Translator, TranslatorConfig, first_read
 
 if TYPE_CHECKING:
@@ -127,8 +126,8 @@ def hand_off(
     source_read = time.perf_counter()
     if reading is None:
         reading = read_conversation(conversation, cast("LanguageModel", target), add_generation_prompt=True)
-    source_reading = as_one_text(state.reading) if isinstance(conversation, str) else state.reading
-    alignment = align(source_reading, reading)
+    # An empty cache is refused by name where it is read.
+    alignment = feed(conversation, state, reading, min(int(one.offset) for one in state.cache) or len(state.reading))
     plan = plan_handoff(
         alignment.tolist(),
         sink=sink,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlingo.alignment import align
 from kvlingo.batches import prefill_batch, side_by_side
 from kvlingo.cache import (
     KV,
@@ -110,6 +111,16 @@ def read_native_batch(conversations: Sequence[Conversation], lm: LanguageModel) 
         )
         for row, (reading, start) in enumerate(zip(readings, batch.padding, strict=True))
     ]
+
+
+def feed(conversation: Conversation, state: ModelState, reading: Reading, held: int) -> Tensor:
+    """Return which token of a source's state feeds each target token: int64 [target tokens], -1 for none.
+
+    `held`: tokens in the source's cache. One that was said and not fed back, or cut off, has no keys and values there: the
+    target reads itself what it would have fed.
+    """
+    alignment = align(as_one_text(state.reading) if isinstance(conversation, str) else state.reading, reading)
+    return alignment.masked_fill(alignment >= held, -1)
 
 
 def as_one_text(reading: Reading) -> Reading:

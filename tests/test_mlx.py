@@ -396,6 +396,18 @@ def test_a_quantised_source_is_read(tmp_path: Path) -> None:
     assert 0 < np.linalg.norm(a - b) / np.linalg.norm(b) < 2e-2  # 8 bits
 
 
+def test_a_source_cache_that_ends_before_its_reading_is_used_as_far_as_it_goes(load: Any) -> None:
+    both = load("llama")
+    state = mlx.read_native(tiny.text_of_tokens(40), both.mlx)
+    cache = mlx.full_prompt_cache(both.mlx)
+    mlx.read(both.mlx, state.reading.ids[:-5], cache)
+    maps, short = identity_translator(both.lm.geometry), replace(state, cache=cache)
+    handed = hand_off(tiny.text_of_tokens(40), both.mlx, both.mlx, maps, source_state=short)
+    assert handed.plan.fallback is None
+    assert handed.plan.translated[1] == len(state.reading.ids) - 5
+    assert len(handed.rest) == 5
+
+
 def test_other_caches_are_refused_in_one_line(load: Any) -> None:
     both = load("llama")
     ids = tiny.ids_of(both.lm, 20).tolist()
