@@ -135,7 +135,10 @@ def soak(count: int, seed: int) -> dict[str, Any]:
 
 
 def requests_of(openapi: dict[str, Any], seed: int) -> Iterator[Sent]:
-    """Yield requests without end: always the same ones for a description and a seed."""
+    """Yield requests without end: the same ones for a description and a seed, as long as the same modules are loaded.
+
+    Hypothesis also draws constants that it finds in the loaded modules of a project.
+    """
     rng = random.Random(seed)
     schema = schemathesis.openapi.from_dict(openapi)
     strategies = [

@@ -57,8 +57,9 @@ def test_a_server_that_breaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def drawn() -> list[Sent]:
+    # Of 1,000, the rarest field is in a dozen and more; of 250, one in three seeds lacked a field.
     openapi = create_app(FakeEngine(), Settings()).openapi()
-    return list(islice(requests_of(openapi, 1), 250))
+    return list(islice(requests_of(openapi, 1), 1000))
 
 
 def test_every_field_of_the_description_is_tried(drawn: list[Sent]) -> None:
