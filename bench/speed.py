@@ -19,7 +19,8 @@ from pathlib import Path
 
 QWEN = ["--shapes", "Qwen3-0.6B,Qwen3-1.7B"]
 LONG = ["--lengths", "64,512,2048,4096,8192,16384", "--dtype", "bfloat16"]
-MEASURED = ["--lengths", "64,512,2048,8192", "--dtype", "bfloat16"]
+FEW_ARMS = ["--arms", "reprefill,translate_warm,decode_step"]  # the others depend on maps as little as these do
+MEASURED = ["--lengths", "64,512,2048,8192", "--dtype", "bfloat16", *FEW_ARMS]
 GPU = ["--lengths", "64,512,2048,4096,16384,32768", "--reprefill-up-to", "32768", "--dtype", "bfloat16"]
 NAMES: dict[str, list[str]] = {
     # CPU, a pair of small public shapes: one layer, structured maps, the maps of the quality tables, these made low-rank.

@@ -635,9 +635,8 @@ class OpenCache:
             at = places.setdefault(span, torch.arange(*span[:2], device=span[2]))
             slot = room.front + first - self.start - room.lost
             here = slice(slot, slot + keys.shape[2])
-            rotated = rotary.apply(keys.to(room.keys), values.to(room.values), index, at)
-            for room_side, side in zip((room.keys, room.values), rotated, strict=True):
-                room_side[:, :, here] = side
+            there = room.keys[:, :, here], room.values[:, :, here]
+            rotary.put((keys.to(room.keys.device), values.to(room.values.device)), index, at, there)
 
     @property
     def left(self) -> list[int]:

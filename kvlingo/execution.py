@@ -20,6 +20,7 @@ from kvlingo.assembling import (
     not_held,
     translate,
 )
+from kvlingo.attention import shares_heads
 from kvlingo.cache import (
     KV,
     OpenCache,
@@ -190,10 +191,12 @@ def reads_ends_at_once(plan: HandoffPlan, target: LanguageModel, first: Tensor, 
     """Tell whether the target reads a plan's first tokens and its tail in one pass: its weights are read once less.
 
     Not where the first tokens are remembered, or will be; nor where the pass moves more than the weights: under a mask each query
-    head gets a copy of the keys and values that it looks at.
+    head may get a copy of the keys and values that it looks at.
     """
     if not len(first) or is_remembered(target, first, opening=opening):
         return False
+    if shares_heads(target.model, target.device):
+        return reads_both_ends(target)
     heads = int(getattr(target.model.config.get_text_config(decoder=True), "num_attention_heads", 1))
     copied = [
         (plan.tokens - layer.first_held(plan.tokens)) * heads * (layer.key_dim + layer.value_dim)
@@ -204,7 +207,7 @@ def reads_ends_at_once(plan: HandoffPlan, target: LanguageModel, first: Tensor, 
     return reads_both_ends(target)
 
 
-PIECE_TOKENS = 1024
+PIECE_TOKENS = 512
 """So many tokens are read from the source's cache, translated and written to the target's at a time."""
 
 

@@ -42,7 +42,14 @@ class Probed:
 
 
 def run(module: nn.Module, *, cache: Any, **kwargs: Any) -> Any:
-    """Call a transformers module with a cache under the name that this version uses."""
+    """Call a transformers module with a cache under the name that this version uses.
+
+    With `logits_to_keep` the last hidden states are gathered. Of a slice of them, PyTorch's product in bfloat16 on a CPU copies
+    the whole output head each time: 3 s for 152,000 x 2,048 weights, where gathered ones take 0.04 s.
+    """
+    kept = kwargs.get("logits_to_keep")
+    if kept:
+        kwargs["logits_to_keep"] = torch.arange(-kept, 0) if kept < kwargs["input_ids"].shape[-1] else 0
     return module(**{cache_argument(module): cache}, use_cache=True, **kwargs)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvlingo.anchors import Range
+from kvlingo.attention import heads_that_share
 from kvlingo.cache import KV, OpenCache, full_cache, owning_layers, read_cache, write_cache
 from kvlingo.errors import UnsupportedModel
 from kvlingo.geometry import LayerGeometry
@@ -189,7 +190,7 @@ def read_both_ends(lm: LanguageModel, opened: OpenCache, ids: Tensor, rows: int)
     A first token sees those before it alone, as it does in a pass of its own: it stays exact. The tail sees everything.
     """
     places = torch.tensor(opened.left, device=ids.device)
-    with opened.being_read() as cache:
+    with opened.being_read() as cache, heads_that_share(lm.device):
         return run(
             lm.model,
             input_ids=ids[places][None],

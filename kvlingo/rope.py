@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -49,9 +49,9 @@ class Rotary:
         rope = self.layers[layer]
         if rope is None or not len(positions):  # some rotary modules fail when they are asked for no position
             return keys
-        cos, sin = self._planes(rope, positions, keys)
-        x, y, rest = split_planes(keys, rope)
-        return join_planes(x * cos - y * sin, y * cos + x * sin, rest, rope, keys.dtype)
+        out = torch.empty_like(keys, memory_format=torch.contiguous_format)
+        turn(keys, *self._planes(rope, positions, keys), 1, rope, out)
+        return out
 
     def unrotate(self, keys: Tensor, layer: int, positions: Tensor) -> Tensor:
         """Undo `rotate`, exactly.
@@ -62,15 +62,25 @@ class Rotary:
         rope = self.layers[layer]
         if rope is None or not len(positions):
             return keys.clone()
-        cos, sin = self._planes(rope, positions, keys, inverse=True)
-        x, y, rest = split_planes(keys, rope)
-        return join_planes(x * cos + y * sin, y * cos - x * sin, rest, rope, keys.dtype)
+        out = torch.empty_like(keys, memory_format=torch.contiguous_format)
+        turn(keys, *self._planes(rope, positions, keys, inverse=True), -1, rope, out)
+        return out
 
     def apply(self, keys: Tensor, values: Tensor, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate whichever of a layer's two cached tensors holds the rotated dims."""
         if _rotates_values(self.layers[layer]):
             return keys, self.rotate(values, layer, positions)
         return self.rotate(keys, layer, positions), values
+
+    def put(self, states: tuple[Tensor, Tensor], layer: int, positions: Tensor, room: tuple[Tensor, Tensor]) -> None:
+        """Write what `apply` returns of a layer's keys and values into tensors of theirs, which may be narrower numbers."""
+        rope = self.layers[layer]
+        turned = None if rope is None or not len(positions) else int(_rotates_values(rope))
+        for side, (x, out) in enumerate(zip(states, room, strict=True)):
+            if side == turned and rope is not None:
+                turn(x, *self._planes(rope, positions, x), 1, rope, out)
+            else:
+                out.copy_(x)
 
     def strip(self, keys: Tensor, values: Tensor, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `apply`, exactly; both results have storage of their own."""
@@ -113,19 +123,30 @@ def one_per_plane(angles: Tensor, repeat: Repeat) -> Tensor:
     return angles[..., ::2] if repeat == "interleaved" else angles[..., : angles.shape[-1] // 2]
 
 
-def split_planes(keys: Tensor, rope: LayerRope) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Split heads into the two coordinates of their rotary planes and the dims that pass through, before and after them."""
+def turn(keys: Tensor, cos: Tensor, sin: Tensor, way: Literal[1, -1], rope: LayerRope, out: Tensor) -> None:
+    """Write heads [..., tokens, dim] with every rotary plane turned by an angle, or back, into `out`; cos, sin: [tokens, planes].
+
+    Products are summed where they end: what memory moves is what this costs.
+    """
     start, stop = rope.offset, rope.offset + rope.dims
-    rotated = keys[..., start:stop].to(torch.promote_types(keys.dtype, torch.float32))
-    rest = keys[..., :start], keys[..., stop:]
+    wide, there = keys[..., start:stop].to(cos.dtype), out[..., start:stop]
+    room = there if there.dtype == wide.dtype else torch.empty_like(wide, memory_format=torch.contiguous_format)
+    (x, y), (new_x, new_y) = planes(wide, rope), planes(room, rope)
+    if wide.requires_grad and torch.is_grad_enabled():  # `out=` is closed to gradients
+        both = x * cos - way * y * sin, y * cos + way * x * sin
+        room.copy_(torch.stack(both, dim=-1).flatten(-2) if rope.layout == "interleaved" else torch.cat(both, dim=-1))
+    else:
+        torch.mul(x, cos, out=new_x).addcmul_(y, sin, value=-way)
+        torch.mul(y, cos, out=new_y).addcmul_(x, sin, value=way)
+    if room is not there:
+        there.copy_(room)
+    for rest in (slice(0, start), slice(stop, None)):
+        if keys[..., rest].shape[-1]:
+            out[..., rest] = keys[..., rest]
+
+
+def planes(rotated: Tensor, rope: LayerRope) -> tuple[Tensor, Tensor]:
+    """View the two coordinates of the rotary planes."""
     if rope.layout == "interleaved":
-        return rotated[..., ::2], rotated[..., 1::2], rest
-    return rotated[..., : rope.dims // 2], rotated[..., rope.dims // 2 :], rest
-
-
-def join_planes(x: Tensor, y: Tensor, rest: tuple[Tensor, Tensor], rope: LayerRope, dtype: torch.dtype) -> Tensor:
-    """Undo `split_planes`."""
-    interleaved = rope.layout == "interleaved"
-    rotated = (torch.stack((x, y), dim=-1).flatten(-2) if interleaved else torch.cat((x, y), dim=-1)).to(dtype)
-    before, after = rest
-    return torch.cat((before, rotated, after), dim=-1) if before.shape[-1] + after.shape[-1] else rotated
+        return rotated[..., ::2], rotated[..., 1::2]
+    return rotated[..., : rope.dims // 2], rotated[..., rope.dims // 2 :]

@@ -78,6 +78,9 @@ class OffByOne(Rotary):
     def rotate(self, keys: Tensor, layer: int, positions: Tensor) -> Tensor:
         return super().rotate(keys, layer, positions + 1)
 
+    def put(self, states: tuple[Tensor, Tensor], layer: int, positions: Tensor, room: tuple[Tensor, Tensor]) -> None:
+        super().put(states, layer, positions + 1, room)
+
 
 @torch.no_grad()
 def planned(lm: LanguageModel, translator: Translator, ids: Tensor, tail: int, layers: int = 0) -> KV:

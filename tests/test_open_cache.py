@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,7 @@ import kvlingo.recompute as recompute_module
 from kvlingo import folding
 from kvlingo.alignment import align
 from kvlingo.assembling import assemble
+from kvlingo.attention import SHARE_HEADS, heads_that_share
 from kvlingo.cache import KV, OpenCache, read_cache, tensors_of, view_cache, write_cache
 from kvlingo.errors import UnsupportedCache
 from kvlingo.execution import cut_middle
@@ -297,6 +299,8 @@ def test_long_texts_and_first_tokens_alone_take_a_pass_of_their_own(monkeypatch:
     assert done.logits is None
     assert done.state.cache.get_seq_length() == TOKENS
     monkeypatch.setattr(execution_module, "MOST_COPIED_BYTES", 1000)
+    assert handed(lm, sink=3)[1] == 1, "nothing is copied on a CPU"
+    monkeypatch.setattr(execution_module, "shares_heads", lambda *_: False)
     done, passes = handed(lm, sink=3)
     assert passes == 2
     assert_cold(lm, done)
@@ -440,3 +444,28 @@ def test_the_counting_sees_what_is_held() -> None:
         for _ in range(5):
             x = x + 1
     assert counting.peak == 8000
+
+
+# --- heads that share ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_what_lets_heads_share_is_put_back_by_the_last_pass(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    monkeypatch.delenv(SHARE_HEADS, raising=False)
+    if before is not None:
+        monkeypatch.setenv(SHARE_HEADS, before)
+    cpu, first, second = torch.device("cpu"), ExitStack(), ExitStack()
+    for stack in (first, second):  # two engines' passes, in threads of their own
+        stack.enter_context(heads_that_share(cpu))
+        assert os.environ[SHARE_HEADS] == "1"
+    first.close()
+    assert os.environ[SHARE_HEADS] == "1"
+    second.close()
+    assert os.environ.get(SHARE_HEADS) == before
+    with pytest.raises(ValueError, match="went wrong"), heads_that_share(cpu):
+        raise ValueError("went wrong")
+    assert os.environ.get(SHARE_HEADS) == before
+    with heads_that_share(torch.device("meta")):
+        assert os.environ.get(SHARE_HEADS) == before

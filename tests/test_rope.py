@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvlingo.geometry import LayerRope, RopeLayout
 from kvlingo.language_model import LanguageModel, prefill
-from kvlingo.rope import Rotary, join_planes, split_planes
+from kvlingo.rope import Rotary
 from tests import families, tiny
 
 POSITIONS = torch.tensor([0, 1, 2, 63, 64, 65, 777, 1500])
@@ -187,12 +187,18 @@ def test_rotation_laws(drawn: tuple[Rotary, LayerRope, int], start: int, tokens:
 
 @given(rotaries())
 @settings(max_examples=30, deadline=None)
-def test_planes_split_and_join(drawn: tuple[Rotary, LayerRope, int]) -> None:
-    _, rope, dim = drawn
-    keys = random_keys(1, 2, 3, dim)
-    x, y, rest = split_planes(keys, rope)
-    assert x.shape[-1] == y.shape[-1] == rope.dims // 2
-    assert torch.equal(join_planes(x, y, rest, rope, keys.dtype), keys)
+def test_what_is_put_is_what_is_applied(drawn: tuple[Rotary, LayerRope, int]) -> None:
+    rotary, rope, dim = drawn
+    states = random_keys(1, 2, len(POSITIONS), dim), random_keys(1, 2, len(POSITIONS), dim)
+    wanted = rotary.apply(*states, 0, POSITIONS)
+    for dtype in (torch.float64, torch.bfloat16):
+        # Into a part of something larger, which stays as it is around it.
+        large = [torch.full((1, 2, len(POSITIONS) + 4, dim), 7.0, dtype=dtype) for _ in states]
+        rotary.put(states, 0, POSITIONS, tuple(x[:, :, 1:-3] for x in large))  # type: ignore[arg-type]
+        for got, side in zip(large, wanted, strict=True):
+            assert torch.equal(got[:, :, 1:-3], side.to(dtype))
+            assert bool((got[:, :, 0] == 7).all() & (got[:, :, -3:] == 7).all())
+    assert rope.dims <= dim
 
 
 def test_a_layer_without_positions_is_copied() -> None:
