@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 from torch import Tensor
 
 from kvlingo.collecting import load_statistics
-from kvlingo.compression import Compressed, CompressOptions, compress, refuse, refuse_budget
+from kvlingo.compression import CompressOptions, compress, refuse, refuse_budget
 from kvlingo.errors import BadInput
 from kvlingo.geometry import Geometry
 from kvlingo.jobs import Say, Where, gather, load_pair, statistics
@@ -27,7 +27,7 @@ from kvlingo.progress import progress_bar
 from kvlingo.sensitivity import measure_sensitivity, options_for
 from kvlingo.shapes import FitOptions, options_from_json
 from kvlingo.stats import GramStats, load_tensors, save_tensors
-from kvlingo.store import load_translator, save_translator
+from kvlingo.store import BYTES, load_translator, save_translator
 from kvlingo.translator import Translator, TranslatorConfig
 from kvlingo.workplace import model_names, refuse_early, split_as_fitted, texts_seen
 
@@ -69,6 +69,8 @@ def compress_folder(
         raise BadInput(f"{out} is the translator itself, which is kept; give another folder: --out")
     refuse_early(out, overwrite=overwrite)
     translator, manifest = load_translator(folder)
+    if options.is_unbounded:
+        return store_narrower(folder, out, options, translator, manifest, overwrite=overwrite, say=say, tell=tell)
     refuse(translator, options)
     refuse_budget(translator.config, options)
     known = Known(
@@ -81,23 +83,57 @@ def compress_folder(
         )
     assert known.stats is not None
     small = compress(translator, known.stats, options, known.sensitivity or None)
+    told = {**asdict(options), "weigh": weigh, **small.to_json()}
+    sizes = save_beside(folder, out, small.translator, manifest, told, overwrite=overwrite, tell=tell)
+    for line in compress_lines(told_made(told), sizes, out):
+        say(line)
+    return {"folder": str(out), **sizes, "storage": options.storage, "weigh": weigh, **small.to_json()}
+
+
+def store_narrower(
+    folder: Path,
+    out: Path,
+    options: CompressOptions,
+    translator: Translator,
+    manifest: Manifest,
+    *,
+    overwrite: bool,
+    say: Say,
+    tell: Say,
+) -> dict[str, Any]:
+    """Save the same maps with weights of fewer bytes; products are made in bfloat16 then (`store.load_translator`)."""
     assert manifest.weights is not None
-    told = {**asdict(options), "weigh": weigh, **small.to_json(), "whole": asdict(manifest.weights)}
-    storage = cast(StorageType, options.storage)
-    new = replace(manifest, options={**manifest.options, "compress": told}, held_out=None, confidence=None)
-    saved = save_translator(out, small.translator, new, dtype=storage, overwrite=overwrite)
+    before = manifest.weights.dtype
+    if BYTES[cast(StorageType, options.storage)] >= BYTES[before]:
+        raise BadInput(
+            f"its weights are stored as {before}, which {options.storage} is not smaller than; give --store int8, or one of "
+            "--budget-mb, --flops and --rank"
+        )
+    told = asdict(options)
+    sizes = save_beside(folder, out, translator, manifest, told, overwrite=overwrite, tell=tell)
+    for line in compress_lines(told_made(told), sizes, out):
+        say(line)
+    return {"folder": str(out), **sizes, "storage": options.storage}
+
+
+def save_beside(
+    folder: Path,
+    out: Path,
+    translator: Translator,
+    manifest: Manifest,
+    told: dict[str, Any],
+    *,
+    overwrite: bool,
+    tell: Say,
+) -> dict[str, int]:
+    """Save the smaller translator with what judging and distilling it take; return what both weigh, in bytes."""
+    assert manifest.weights is not None
+    options = {**manifest.options, "compress": {**told, "whole": asdict(manifest.weights)}}
+    new = replace(manifest, options=options, held_out=None, confidence=None)
+    saved = save_translator(out, translator, new, dtype=cast(StorageType, told["storage"]), overwrite=overwrite)
     assert saved.weights is not None
     bring_along(folder, out, tell)
-    for line in compress_lines(small, manifest.weights.num_bytes, saved.weights.num_bytes, out):
-        say(line)
-    return {
-        "folder": str(out),
-        "num_bytes": saved.weights.num_bytes,
-        "whole_num_bytes": manifest.weights.num_bytes,
-        "storage": storage,
-        "weigh": weigh,
-        **small.to_json(),
-    }
+    return {"num_bytes": saved.weights.num_bytes, "whole_num_bytes": manifest.weights.num_bytes}
 
 
 @dataclass(frozen=True)
@@ -193,15 +229,17 @@ def link_or_copy(file: Path, place: Path, tell: Say) -> None:
             tell(f"{file.name} stays in {file.parent} alone ({error.strerror}): distilling reads text anew")
 
 
-def compress_lines(small: Compressed, before: int, after: int, out: Path) -> Iterator[str]:
+def compress_lines(what: str, sizes: Mapping[str, int], out: Path) -> Iterator[str]:
     """Return what a person is told."""
-    yield f"{before / 1e6:.1f} MB → {after / 1e6:.1f} MB; {told_ranks(small.to_json())}"
+    yield f"{sizes['whole_num_bytes'] / 1e6:.1f} MB → {sizes['num_bytes'] / 1e6:.1f} MB; {what}"
     yield f"saved {out}; nothing is known of its quality yet"
     yield f"next: kvlingo eval {out}; where it lost too much: kvlingo distill {out} --minutes 5"
 
 
-def told_ranks(chosen: Mapping[str, Any]) -> str:
-    """Say in words what was chosen."""
+def told_made(chosen: Mapping[str, Any]) -> str:
+    """Say in words what was made of the whole translator."""
+    if "layers" not in chosen:
+        return f"the same maps, stored as {chosen['storage']}"
     ranks = sorted(layer["rank"] for layer in chosen["layers"] if layer["rank"])
     whole = len(chosen["layers"]) - len(ranks)
     parts = [f"ranks {ranks[0]} to {ranks[-1]}"] if ranks else []

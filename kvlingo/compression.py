@@ -57,6 +57,11 @@ class CompressOptions:
     tokens: int = 2048
     storage: str = "bfloat16"
 
+    @property
+    def is_unbounded(self) -> bool:
+        """Tell whether nothing says how small: the maps stay as they are, and are stored in fewer bytes alone."""
+        return self == CompressOptions(tokens=self.tokens, storage=self.storage)
+
 
 @dataclass(frozen=True)
 class Compressed:
@@ -157,7 +162,9 @@ def compress(
 def refuse(translator: Translator, options: CompressOptions) -> None:
     """Raise `BadInput` where there is nothing to compress, or nothing says how far."""
     if sum(x is not None for x in (options.budget_bytes, options.flops_share, options.rank)) != 1:
-        raise BadInput("one thing must say how small the maps may become; give one of --budget-mb, --flops and --rank")
+        raise BadInput(
+            "one thing must say how small the maps may become; give one of --budget-mb, --flops and --rank, or only --store"
+        )
     if translator.text_basis is not None:
         raise BadInput("this translator is compressed already; give the one that it was made of")
     for layer, layer_map in translator.maps.items():
@@ -169,7 +176,7 @@ def refuse(translator: Translator, options: CompressOptions) -> None:
         if not isinstance(layer_map.linear, LinearMap | LowRankMap):
             raise BadInput(
                 f"the map of layer {layer} has no matrix that could be factored (it is {translator.config.map_kind}); "
-                "compress a linear one, or store this one in int8: kvlingo fit --store int8"
+                "compress a linear one, or give only --store int8"
             )
 
 

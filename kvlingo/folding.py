@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 
 import torch
@@ -368,10 +368,21 @@ def states_of(parts: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
 
 
 def product_dtype(maps: nn.ModuleDict, rounded: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that products are made in: bfloat16 where that is asked for, or the result is read so anyway."""
+    """Return the dtype that products are made in: bfloat16 where that is asked for and fast, or the result is read so anyway."""
     asked = all(isinstance(m, LayerMap) and m.multiplies_in_bfloat16 for m in maps.values())
-    own: torch.dtype = next(iter(maps.parameters())).dtype
-    return torch.bfloat16 if (asked or rounded == torch.bfloat16) and own != torch.float64 else own
+    first = next(iter(maps.parameters()))
+    own: torch.dtype = first.dtype
+    narrow = rounded == torch.bfloat16 or (asked and is_fast_in_bfloat16(first.device.type))
+    return torch.bfloat16 if narrow and own != torch.float64 else own
+
+
+@cache
+def is_fast_in_bfloat16(device: str) -> bool:
+    """Tell whether a kind of device multiplies in bfloat16 by itself; where it must widen each number, float32 is as fast."""
+    if device == "cpu":
+        names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # public nowhere in torch 2.13
+        return any(bool(getattr(torch.cpu, name, lambda: False)()) for name in names)
+    return device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 @torch.no_grad()

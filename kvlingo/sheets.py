@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvlingo.compacting import told_ranks
+from kvlingo.compacting import told_made
 from kvlingo.metrics import POSITION_BANDS, Estimate
 from kvlingo.report import CONTROLS, Report, figure, number, with_interval
 
@@ -203,7 +203,7 @@ def print_folder(facts: Mapping[str, Any], console: Console) -> None:
             shown = ", ".join(f"{k} {v}" for k, v in options[name].items())
             say(console, f"{name}: {shown}")
     if "compress" in options:
-        say(console, f"compressed: {told_ranks(options['compress'])}")
+        say(console, f"compressed: {told_made(options['compress'])}")
     say(console, f"controls beside it: {', '.join(facts['controls']) or 'none'}")
     report = facts["held_out"]
     if report is None:

@@ -214,9 +214,9 @@ class Translator(nn.Module):
         return super()._apply(fn, recurse)
 
     def multiply_in_bfloat16(self, on: bool) -> None:
-        """Round the maps' matrix products to bfloat16, or stop doing so: a fast mode for training, never saved.
+        """Round the maps' matrix products to bfloat16, or stop doing so: a fast mode, itself never saved.
 
-        Using a translator asks for it by `rounded`, where the target reads in bfloat16.
+        `rounded` asks for it too, where the target reads in bfloat16.
         """
         for layer_map in self.maps.values():
             assert isinstance(layer_map, LayerMap)

@@ -220,7 +220,8 @@ def test_compress_makes_a_smaller_translator_that_is_judged_and_distilled_anew(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "give one of --budget-mb, --flops and --rank"),
+        (["--text-rank", "4"], "give one of --budget-mb, --flops and --rank, or only --store"),
+        (["--store", "float32"], "its weights are stored as float32, which float32 is not smaller than"),
         (["--rank", "4", "--flops", "0.5"], "give one of --budget-mb, --flops and --rank"),
         (["--budget-mb", "0.001"], "too small for 3 layers: one dim a layer takes"),
     ],
@@ -228,6 +229,23 @@ def test_compress_makes_a_smaller_translator_that_is_judged_and_distilled_anew(
 def test_compress_refuses(fitted: Path, tmp_path: Path, run: Run, flags: list[str], words: str) -> None:
     assert_refused(run("compress", fitted, "--out", tmp_path / "small", *flags), words)
     assert not (tmp_path / "small").exists()
+
+
+def test_compress_without_a_bound_stores_the_same_maps_in_fewer_bytes(fitted: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "small"
+    ran = run("compress", fitted, "--out", out, "--json")
+    told = last_json(ran)
+    assert ran.code == 0, ran.err
+    assert told["num_bytes"] == bytes_of(out) < 0.6 * bytes_of(fitted)
+    (before, _), (after, manifest) = load_translator(fitted), load_translator(out)
+    for name, x in before.state_dict().items():
+        torch.testing.assert_close(after.state_dict()[name], x, rtol=2**-8, atol=0)
+    assert manifest.held_out is None
+    shown = run("info", out).out
+    assert "compressed: the same maps, stored as bfloat16" in shown
+    assert (out / "controls").is_dir() == (fitted / "controls").is_dir()
+    assert_refused(run("compress", out, "--out", tmp_path / "again"), "its weights are stored as bfloat16")
+    assert run("compress", out, "--out", tmp_path / "again", "--store", "int8").code == 0
 
 
 def test_compress_refuses_what_it_can_not_read(fitted: Path, tmp_path: Path, run: Run) -> None:

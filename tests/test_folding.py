@@ -194,6 +194,23 @@ def test_products_are_rounded_where_the_result_is() -> None:
     assert all(p.dtype == torch.float32 for p in translator.parameters())
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
+@pytest.mark.parametrize("kind", ["token before", "lowrank", "headwise", "split residual"])
+def test_maps_that_ask_for_it_multiply_in_bfloat16_where_that_is_fast(
+    kind: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folding, "is_fast_in_bfloat16", lambda _: is_fast)
+    translator = made(kind, torch.float32)
+    _, exact = both(translator, ALIGNMENTS["same tokens"])
+    translator.multiply_in_bfloat16(True)
+    _, asked = both(translator, ALIGNMENTS["same tokens"])
+    assert translator._folded is not None
+    assert translator._folded.dtype == (torch.bfloat16 if is_fast else torch.float32)
+    for a, b in zip((*asked.keys[1:], *asked.values[1:]), (*exact.keys[1:], *exact.values[1:]), strict=True):
+        off = float((a.float() - b).norm() / b.norm())
+        assert (1e-4 < off < 2e-2) if is_fast else off == 0
+
+
 def test_a_source_of_another_dtype_is_read() -> None:
     translator = made("token before", torch.float32)
     short = source_kv(torch.bfloat16)

@@ -145,6 +145,13 @@ def test_bfloat16_rounds_matrices_only(tmp_path: Path, options: dict[str, Any]) 
         assert torch.equal(loaded[name], tensor.bfloat16().float() if rounded else tensor), name
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_weights_of_fewer_bits_ask_for_products_in_bfloat16(tmp_path: Path, dtype: Any) -> None:
+    save_translator(tmp_path / "t", make_translator(), MANIFEST, dtype=dtype)
+    loaded = load_translator(tmp_path / "t")[0]
+    assert {layer_map.multiplies_in_bfloat16 for layer_map in loaded.maps.values()} == {dtype != "float32"}
+
+
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_int8_is_off_by_half_a_step_of_its_output_at_most(tmp_path: Path, options: dict[str, Any]) -> None:
     translator = make_translator(**options)
