@@ -143,6 +143,7 @@ def variant(
     small = compress(whole, stats, options, None if given.get("weigh") == "deviation" else minds)
     stored = Translator(small.translator.config)
     stored.load_state_dict(unpack(pack(small.translator, storage)))
+    stored.multiply_in_bfloat16(storage != "float32")  # as what is loaded does
     config = small.translator.config
     chosen = {"text_rank": config.text_rank, "ranks": config.ranks, "lost_share": small.to_json()["lost_share"]}
     tell(f"made {words}", 1, 1)
