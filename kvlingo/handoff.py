@@ -195,6 +195,8 @@ def hand_off_in_parts(
     plan, cache = yield from crossing.carry_out(plan, most, leave_open=not no_text)
     if no_text:
         refuse_to_read(plan, sink)
+    if plan.fallback is not None and cache is None and crossing.native:  # what the target holds itself is still good
+        plan, cache = yield from crossing.carry_out(crossing.reprefill(plan.fallback), most)
     translated = time.perf_counter()
     is_watched = (watched or confidence is not None) and plan.fallback is None and not no_text
     cache, logits = yield from _read_rest(target, crossing.ids, cache, plan.tail if is_watched else 1, most)

@@ -198,7 +198,8 @@ def clear_load_errors(name: str, *, weights: bool = True) -> Iterator[None]:
             raise BadInput(f"there is no {name}; give a model's folder, a .gguf file or a hub id") from error
         raise BadInput(
             f"{name} is neither a folder nor a .gguf file, and can't be had from the model hub; "
-            f"check the name and the network, or name its folder where it moved ({reason})"
+            "check the name and the network, or give its folder (--source and --target for a saved translator's models); "
+            f"{reason}"
         ) from error
 
 

@@ -550,6 +550,11 @@ def test_info_tells_the_size_that_fit_writes(fitted: Path, pair: SimpleNamespace
     assert facts["num_bytes"]["linear"]["float32"] == pytest.approx(written, rel=0.1)
 
 
+def test_info_of_one_model_says_that_it_takes_two(pair: SimpleNamespace, run: Run) -> None:
+    assert_refused(run("info", pair.source), "is one model")
+    assert_refused(run("info", "somebody/some-model"), "or two models: kvlingo info SOURCE TARGET")
+
+
 def test_info_names_the_reason_against_an_encoder_decoder(pair: SimpleNamespace, tmp_path: Path, run: Run) -> None:
     T5Config(d_model=16, d_ff=16, d_kv=4, num_layers=1, num_heads=2).save_pretrained(tmp_path)
     ran = run("info", tmp_path, pair.target, "--json")

@@ -291,6 +291,18 @@ def test_a_slid_target_cache_cut_short_is_read_again() -> None:
     assert_cold(lm, done)
 
 
+def test_where_a_source_can_not_be_read_the_target_goes_on_from_what_it_holds() -> None:
+    lm = tiny.language_model("gemma3")
+    held = read_native(FIRST[:12], lm)
+    done = hand_off(WHOLE, lm, lm, identity(lm), source_state=slid(lm, FIRST), target_state=held)
+    assert done.plan.fallback is not None
+    assert "slid out of its window" in done.plan.fallback
+    tokens = len(done.state.reading)
+    assert kinds(done) == [(N, 0, len(held.reading)), (R, len(held.reading), tokens)]
+    assert_cold(lm, done)
+    assert held.cache.get_seq_length() == len(held.reading)
+
+
 def test_few_native_tokens_are_extended_to_the_sinks(lm: LanguageModel) -> None:
     done = hand_off(FIRST, lm, lm, identity(lm), sink=6, target_state=read_native(FIRST[:2], lm))
     assert kinds(done)[:2] == [(N, 0, 3), (R, 3, 6)]

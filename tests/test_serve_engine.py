@@ -329,6 +329,28 @@ def test_a_hand_over_that_is_doubted_is_read_again_and_says_why(threshold: float
         assert ("looks bad" in str(found.begun.fallback)) == (threshold == 0)
 
 
+def test_a_hand_over_that_is_doubted_is_read_again_once() -> None:
+    """What the target holds itself stays; the rest is read under the doubted cache, and once more."""
+    confidence = Confidence(("entropy_nats",), (0.0,), (1.0,), (1.0,), 0.0, 0.0, 0.5, 4, {})
+    link = Link("a", "b", identity_translator(LM.geometry, torch.float64), confidence=confidence)
+    read = list[int]()
+    with closing(LocalEngine({"a": LM, "b": LM}, [link], Limits(rule=ALWAYS))) as engine:
+        ask(engine, request_for(LM, "b", talk(1)))
+        ask(engine, request_for(LM, "a", talk(3)))
+        watch = LM.model.register_forward_pre_hook(
+            lambda _, __, given: read.append(given["input_ids"].shape[-1]), with_kwargs=True
+        )
+        try:
+            (found,) = ask(engine, request_for(LM, "b", talk(3)))
+        finally:
+            watch.remove()
+    assert found.ids == cold_ids(LM, talk(3))
+    assert "looks bad" in str(found.begun.fallback)
+    assert found.begun.native_tokens > 0
+    anew = found.begun.prompt_tokens - found.begun.native_tokens
+    assert anew < sum(read) - len(found.ids) < 2 * anew
+
+
 def test_a_translation_that_was_asked_for_and_cannot_be_says_why() -> None:
     with twin_engine() as (engine, lm):
         (found,) = ask(engine, request_for(lm, "b", talk(1), dial=Dial("translate")))

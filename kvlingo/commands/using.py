@@ -21,6 +21,7 @@ from kvlingo.commands.options import (
     Target,
     lengths,
 )
+from kvlingo.errors import BadInput
 
 
 def handoff(
@@ -99,12 +100,23 @@ def info(
         from kvlingo import facts, sheets
 
         if target is None:
+            refuse_one_model(what)
             result = facts.describe_folder(Path(what))
             sheets.print_folder(result, sheets.to_stdout())
         else:
             result = describe(facts.describe_pair, what, target, as_json)
             sheets.print_pair(result, sheets.to_stdout())
     emit(result, as_json)
+
+
+def refuse_one_model(what: str) -> None:
+    """Raise `BadInput` for what is no translator but may be a model: a pair is told about, never one alone."""
+    folder = Path(what)
+    instead = "give a saved translator's, or two models: kvlingo info SOURCE TARGET"
+    if not folder.exists():
+        raise BadInput(f"there is no folder {what}; {instead}")
+    if folder.suffix == ".gguf" or ((folder / "config.json").is_file() and not (folder / "translator.json").exists()):
+        raise BadInput(f"{what} is one model; {instead}")
 
 
 def plan(

@@ -384,6 +384,18 @@ def described_neutral() -> dict[str, Any]:
     return {name: {"enum": [None, *values], "description": why} for name, values in NEUTRAL.items()}
 
 
+IN_OUR_WORDS = {
+    "missing": "is missing; give it",
+    "extra_forbidden": "is unknown; leave it out",
+    "too_short": "is empty; give at least one",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+}
+"""What pydantic says in words of its own code."""
+
+
 def refusal(error: ValidationError) -> Refused:
     """Return the refusal for pydantic's errors: of the branches of a choice, the one that went deepest tells the most."""
     found = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
@@ -391,7 +403,9 @@ def refusal(error: ValidationError) -> Refused:
     param = ".".join(place) or None
     got = found["input"]
     shown = f", got {got!r}" if isinstance(got, (bool, int, float)) and len(repr(got)) < 40 else ""
-    message = found["msg"].removeprefix("Value error, ")
+    message = IN_OUR_WORDS.get(found["type"]) or found["msg"].removeprefix("Value error, ").replace(
+        "Input should be", "must be"
+    )
     code = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}.get(found["type"])
     return Refused(f"{param or 'the body'}: {message}{shown}", param, code or "invalid_value")
 
