@@ -31,6 +31,7 @@ from kvlingo.serve.external.carrying import (
     lifted,
     map_anew,
     placed,
+    rehearse,
     side_of,
     translate,
 )
@@ -554,7 +555,8 @@ def test_the_target_s_own_keys_come_out(
     match = find(matcher, keep(store, source, ids), ids)
     side = Target(target, [match.link])
     entry, kv = fetch(store, match.entry.id, "")
-    got = translate(carry_of(matcher, match, ids, native), entry, kv, side, [0] * len(target.geometry))
+    carry = carry_of(matcher, match, ids, native)
+    got = translate(carry, entry.translated_until, kv, side, [0] * len(target.geometry))
     own = read(target, target.ids(ids)).narrow(native, TOKENS - 1)
     assert got.tokens == TOKENS - 1 - native
     for layer in range(len(own)):
@@ -571,7 +573,9 @@ def test_what_no_window_holds_is_not_made(
     matcher = matcher_of(made, store)
     match = find(matcher, keep(store, source, ids), ids)
     entry, kv = fetch(store, match.entry.id, "")
-    got = translate(carry_of(matcher, match, ids, native), entry, kv, Target(target, [match.link]), first)
+    got = translate(
+        carry_of(matcher, match, ids, native), entry.translated_until, kv, Target(target, [match.link]), first
+    )
     own = read(target, target.ids(ids)).narrow(0, TOKENS - 1)
     assert [got.held(layer) for layer in range(3)] == [TOKENS - 1 - max(native, f) for f in first]
     heads = [slice(0, s.kv_heads) for s in target.geometry.layers]
@@ -579,6 +583,18 @@ def test_what_no_window_holds_is_not_made(
     for layer, (mine, whole) in enumerate(rows):
         for a, b in zip(mine, whole, strict=True):
             torch.testing.assert_close(a, b[max(native, first[layer]) :], atol=SAME, rtol=0)
+
+
+def test_a_rehearsal_lays_out_the_maps_and_remembers_no_text(
+    made: Path, store: FolderStore, source: LanguageModel, target: LanguageModel
+) -> None:
+    match = find(matcher_of(made, store), keep(store, source, prompt()), prompt())
+    side = Target(target, [match.link])
+    heads, translator = dict(side._heads), side.translators[match.link.digest]
+    assert translator._folded is None
+    rehearse(side)
+    assert translator._folded is not None
+    assert side._heads == heads
 
 
 def test_lifting_undoes_placing(source: LanguageModel) -> None:

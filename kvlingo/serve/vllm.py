@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from kvlingo.errors import BadInput, UnsupportedModel
-from kvlingo.serve.external.carrying import Target, head_range, map_anew, read_checkpoint, side_of
+from kvlingo.serve.external.carrying import Target, head_range, map_anew, read_checkpoint, rehearse, side_of
 from kvlingo.serve.external.matching import Matcher, read_link
 from kvlingo.serve.external.opening import open_store
 from kvlingo.serve.external.options import Options, read_options
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 IDLE_SECONDS = 0.001
+REST_SECONDS = 0.01
+"""So long a worker with nothing else to do sleeps at a time while it loads: vLLM's waits spin, on a core that loading needs."""
 NULL_BLOCK = 0  # vLLM's block pool keeps this one for "nothing is kept here"
 TOLD = "told"
 MODEL_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -267,6 +269,8 @@ class Metadata(KVConnectorMetadata):
     """From the scheduler to the workers, every step."""
 
     orders: Orders = field(default_factory=Orders)
+    only_loads: bool = False
+    """Whether workers have nothing to do in this step but what they load."""
 
 
 @dataclass
@@ -391,10 +395,11 @@ class KVLingoConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Metadata:
         """Hand over what has been ordered."""
-        if not scheduler_output.total_num_scheduled_tokens and self._desk.waiting():
+        is_idle = not scheduler_output.total_num_scheduled_tokens
+        if is_idle and self._desk.is_looking():
             time.sleep(IDLE_SECONDS)  # an engine that has nothing else to do asks without a pause
         self._desk.begin_step(_computed(scheduler_output) if self._desk.has_untold else {})
-        return Metadata(self._desk.orders())
+        return Metadata(self._desk.orders(), is_idle and self._desk.is_loading())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take in what workers tell."""
@@ -435,6 +440,7 @@ class KVLingoConnector(KVConnectorBase_V1):
             side = side_of(lm) if self._keeps else None
             if target is not None:
                 map_anew(lm, Path(config.model_config.model))
+                rehearse(target)
         rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         layers = _layers(config, kv_caches, lm.geometry.cache_layers)
         pages = VllmPages(layers, self._block_size, _kinds(layers, self._groups))
@@ -473,6 +479,9 @@ class KVLingoConnector(KVConnectorBase_V1):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Tell which requests' loads and copies have ended, and which loads have failed."""
         assert self._worker is not None
+        metadata = self._get_connector_metadata()
+        if isinstance(metadata, Metadata) and metadata.only_loads:
+            self._worker.rest(REST_SECONDS)
         told = self._worker.told()
         self._news.failed |= told.failed
         self._news.counts += told.counts

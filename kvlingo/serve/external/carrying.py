@@ -22,7 +22,7 @@ from kvlingo.geometry import Geometry
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.manifest import ModelCard
 from kvlingo.models import load_model
-from kvlingo.plan import HandoffPlan
+from kvlingo.plan import HandoffPlan, plan_handoff
 from kvlingo.rope import Rotary
 from kvlingo.serve.external.entries import Entry, check_parts, merge, parse, unpack
 from kvlingo.serve.external.matching import Link, alignment_tensor
@@ -32,6 +32,7 @@ from kvlingo.store import load_translator
 from kvlingo.translator import Translator
 
 REMEMBERED_HEADS = 64
+REHEARSED_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -143,14 +144,16 @@ def fetch(store: Store, key: str, tenant: str) -> tuple[Entry, KV]:
 
 
 @torch.no_grad()
-def translate(carry: Carry, entry: Entry, source: KV, target: Target, first_held: Sequence[int]) -> KV:
+def translate(carry: Carry, untrusted: int, source: KV, target: Target, first_held: Sequence[int]) -> KV:
     """Return the target's position-free KV of the tokens from `carry.native` to the end of the translated ones.
 
-    `first_held`: per layer how many first tokens the engine has no place for: they lie outside a sliding window.
+    Args:
+        untrusted: how many first tokens of the source were translated themselves (`Entry.translated_until`).
+        first_held: per layer how many first tokens the engine has no place for: they lie outside a sliding window.
     """
     translator = target.translators[carry.digest]
     start, stop = carry.plan.translated
-    offset = first_source_token(translator.config, carry.alignment[start], entry.translated_until)
+    offset = first_source_token(translator.config, carry.alignment[start], untrusted)
     known = (
         target.lm,
         translator,
@@ -161,6 +164,19 @@ def translate(carry: Carry, entry: Entry, source: KV, target: Target, first_held
     middle = translate_middle(carry.plan, *known, skip=[max(0, first - start) for first in first_held])
     kv = assemble(carry.plan, *known, prefix=_prefix(carry, target), middle=middle)
     return last_tokens(kv, [stop - max(first, carry.native) for first in first_held], stop - carry.native)
+
+
+def rehearse(target: Target, tokens: int = REHEARSED_TOKENS) -> None:
+    """Translate a made-up cache with each translator: weights are read in and laid out before anybody waits for that."""
+    steps = tuple(range(tokens))
+    ids = tuple(step % target.lm.geometry.vocab_size for step in steps)
+    for digest, translator in target.translators.items():
+        shapes = translator.config.source.layers
+        keys = tuple(torch.zeros(1, s.kv_heads, tokens, s.key_dim, dtype=target.lm.dtype) for s in shapes)
+        values = tuple(torch.zeros(1, s.kv_heads, tokens, s.value_dim, dtype=target.lm.dtype) for s in shapes)
+        plan = plan_handoff(list(steps))
+        carry = Carry("", "", digest, ids, steps, plan, plan.translated[0])
+        translate(carry, 0, KV(keys, values, tokens), target, [0] * len(target.lm.geometry))
 
 
 def last_tokens(kv: KV, counts: Sequence[int], tokens: int) -> KV:

@@ -206,11 +206,13 @@ class Desk:
         case.salted = False
         return True, case.arrival.salt
 
-    def waiting(self) -> bool:
-        """Tell whether a request waits for the store, or for a worker that loads."""
-        return bool(self._loading) or any(
-            c.search is not None and c.match is None and c.refused is None for c in self._cases.values()
-        )
+    def is_looking(self) -> bool:
+        """Tell whether a request waits for the store."""
+        return any(c.search is not None and c.match is None and c.refused is None for c in self._cases.values())
+
+    def is_loading(self) -> bool:
+        """Tell whether a request waits for a worker that loads."""
+        return bool(self._loading)
 
     # --- it is given blocks ---
 

@@ -69,9 +69,10 @@ class Job(Generic[T]):
         with self._lock:
             return self._state == "cancelled"
 
-    def wait(self) -> None:
-        """Wait for the end, or until the job is late."""
-        self._ended.wait(None if self.until is None else max(0.0, self.until - time.monotonic()))
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for the end, or until the job is late; `seconds` at most."""
+        left = None if self.until is None else max(0.0, self.until - time.monotonic())
+        self._ended.wait(min((x for x in (left, seconds) if x is not None), default=None))
 
     def result(self) -> T:
         """Return what came of it, or raise what went wrong; waits where it is past the point of no return."""

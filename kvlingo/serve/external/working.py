@@ -119,7 +119,7 @@ class Worker:
         self._check(entry, carry)
         heads = [head_range(s.kv_heads, self._rank, self._world) for s in self._target.lm.geometry.layers]
         with self._translating:  # one at a time: it is arithmetic, and no model is asked by two threads
-            kv = translate(carry, entry, source, self._target, self._pages.first_held(load.blocks))
+            kv = translate(carry, entry.translated_until, source, self._target, self._pages.first_held(load.blocks))
             layers = list(placed(kv, self._target.lm.rotary, carry.native, heads))
         if job.commit():
             self._pages.write(layers, load.blocks, carry.native + kv.tokens)
@@ -143,6 +143,11 @@ class Worker:
         except Exception as error:  # whatever it was, the prompt is read again
             return "error", f"{type(error).__name__}: {error}"
         return None
+
+    def rest(self, seconds: float) -> None:
+        """Sleep until the oldest load has ended, `seconds` at most."""
+        for job in list(self._loads.values())[:1]:
+            job.wait(seconds)
 
     # --- keeping ---
 
