@@ -252,7 +252,7 @@ def speed() -> str:
         maps, pair = record["maps"], record["pair"]
         rank = f", rank {maps['rank']}" if maps["rank"] else ""
         engine = ", MLX" if record.get("engine") == "mlx" else ""
-        label = f"{pair['source']} → {pair['target']}, {maps['kind']}{rank}{engine}"
+        label = f"{pair['source']} → {pair['target']}, {maps['kind']}{rank}{engine}{dtypes_of(record)}"
         for row in record["lengths"]:
             cells = [speed_cell(row["arms"].get(name)) for name in names]
             cells += ["–" if row[name] is None else f"{row[name]:.1f}×" for name in ratios]
@@ -263,6 +263,34 @@ def speed() -> str:
         "no trained weights."
     )
     return "\n".join([*lines, "", f"{note} {'; '.join(cards)}."]) + "\n"
+
+
+def dtypes_of(record: dict[str, Any]) -> str:
+    """Say in which dtype the models are, and in which maps are multiplied where that differs."""
+    products = record["maps"].get("products", record["dtype"])
+    return f", {record['dtype']}" + (f", maps in {products}" if products != record["dtype"] else "")
+
+
+def compression() -> str:
+    """Return what maps lose by becoming smaller."""
+    record = load("compression")
+    if record is None:
+        return "Not measured yet.\n"
+    lengths = record["lengths"]
+    heads = [f"KL at {int(n):,} | above the whole maps' (paired)" for n in lengths]
+    lines = [f"| maps | MB | {' | '.join(heads)} |", "|---|---|" + "---|---|" * len(lengths)]
+    for name, told in record["variants"].items():
+        cells = []
+        for rows in lengths.values():
+            row = rows[name]
+            above = (
+                "" if name == "whole" else f"{interval(row['above_whole_nats'], 4)} ({row['above_whole_share']:+.1%})"
+            )
+            cells += [interval(row["kl_nats"]), above]
+        lines.append(f"| {name} | {told['bytes'] / 1e6:.1f} | {' | '.join(cells)} |")
+    pair = f"{record['pair']['source']} → {record['pair']['target']}, {record['start']}"
+    note = f"{pair}; tail 1, {record['documents']} held-out documents, the same for all; weights that are stored narrower multiply in bfloat16."
+    return "\n".join([*lines, "", note]) + "\n"
 
 
 def speed_cell(arm: dict[str, Any] | None) -> str:
@@ -429,6 +457,7 @@ TABLES: dict[str, Callable[[], str]] = {
         vllm_servers,
         load_test,
         speed,
+        compression,
         capacity,
         frontier,
         selection,

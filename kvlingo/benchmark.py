@@ -35,6 +35,7 @@ from kvlingo.calibration import (
 )
 from kvlingo.environment import available_bytes, environment_card
 from kvlingo.errors import BadInput
+from kvlingo.folding import product_dtype
 from kvlingo.forecast import Forecast, Work
 from kvlingo.jobs import Where, gather, load_pair
 from kvlingo.language_model import LanguageModel
@@ -243,6 +244,7 @@ def run_benchmark(pair: Pair, options: BenchOptions, tell: Tell) -> dict[str, An
             "weights": sum(forecast.handoff.map_weights),
             "bytes": forecast.maps_bytes,
             "dtype": str(next(pair.translator.parameters()).dtype).removeprefix("torch."),
+            "products": str(product_dtype(pair.translator.maps, pair.target.dtype)).removeprefix("torch."),
         },
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "device": pair.target.device.type,
