@@ -289,8 +289,8 @@ def compression() -> str:
             cells += [interval(row["kl_nats"]), above]
         lines.append(f"| {name} | {told['bytes'] / 1e6:.1f} | {' | '.join(cells)} |")
     pair = f"{record['pair']['source']} → {record['pair']['target']}, {record['start']}"
-    note = f"{pair}; tail 1, {record['documents']} held-out documents, the same for all; weights that are stored narrower multiply in bfloat16."
-    return "\n".join([*lines, "", note]) + "\n"
+    note = f"{pair}; tail 1, {record['documents']} held-out documents, the same for all."
+    return "\n".join([*lines, "", f"{note} Weights that are stored narrower multiply in bfloat16."]) + "\n"
 
 
 def speed_cell(arm: dict[str, Any] | None) -> str:
