@@ -560,7 +560,7 @@ def test_a_bad_file_of_keys_is_told_before_models_load(tmp_path: Path) -> None:
 def test_sigterm_lets_running_answers_end_and_takes_no_more() -> None:
     engine = FakeEngine(token_s=0.05)
     with serving(engine, Settings(drain_s=10)) as running, httpx.Client(base_url=running.url, timeout=20) as http:
-        with http.stream("POST", CHAT, json={**BODY, "stream": True}) as response:
+        with http.stream("POST", CHAT, json={**BODY, "stream": True, "max_tokens": 80}) as response:
             lines = response.iter_lines()
             next(lines)
             running.server.handle_exit(signal.SIGTERM, None)
