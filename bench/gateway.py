@@ -34,7 +34,7 @@ from kvlingo.serve.engine import Limits, LocalEngine
 from kvlingo.serve.gateway import listen, make_server
 from kvlingo.serve.settings import Settings
 from kvlingo.serve.switching import Link
-from kvlingo.store import load_translator
+from kvlingo.store import load_translator, read_manifest
 
 SMALL, LARGE = "smollm2-135m-instruct", "gemma-3-270m"
 TOLD = ("native_tokens", "translated_tokens", "recomputed_tokens", "hops")
@@ -76,7 +76,9 @@ def main() -> None:
         for url, _ in (plain, early):
             warm_up(url)
         turns = [turn for number, text in enumerate(texts) for turn in one_conversation(plain, early, text, number)]
-    record = summary(turns) | {"turns": [asdict(turn) for turn in turns], "dtype": arguments.dtype}
+    weights = read_manifest(arguments.translator).weights
+    told = {"dtype": arguments.dtype, "maps_stored_as": weights.dtype if weights else None}
+    record = summary(turns) | {"turns": [asdict(turn) for turn in turns]} | told
     line = json.dumps(record | {"environment": environment_card()})
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

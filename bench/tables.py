@@ -159,10 +159,11 @@ def gateway() -> str:
         ratio = record["ratios"].get(mode)
         told = f"{ratio['median']:.1f}× ({ratio['lowest']:.1f}× … {ratio['highest']:.1f}×)" if ratio else ""
         lines.append(f"| {name} | {times[mode]:.0f} | {told} |")
+    maps = f", maps stored as {record['maps_stored_as']}" if "maps_stored_as" in record else ""
     lines += [
         "",
         (
-            f"Medians of {repeats} conversations of {tokens:,} translated tokens, {record['dtype']}, "
+            f"Medians of {repeats} conversations of {tokens:,} translated tokens, {record['dtype']}{maps}, "
             f"{record['environment']['cores']} cores. Translated ahead {record['ready_ms']:.0f} ms after the answer."
         ),
     ]
