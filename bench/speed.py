@@ -31,6 +31,12 @@ NAMES: dict[str, list[str]] = {
     "qwen3-head-wise": [*QWEN, *MEASURED, "--map-kind", "head-wise"],
     "qwen3-full": [*QWEN, *MEASURED, "--map-kind", "full"],
     "qwen3-full-rank-256": [*QWEN, *MEASURED, "--map-kind", "full", "--rank", "256"],
+    # Whether a hand-over's time grows as its tokens do.
+    "qwen3-long": [
+        *QWEN,
+        *("--lengths", "4096,8192,16384,32768", "--reprefill-up-to", "1", "--dtype", "bfloat16", "--map-kind", "layer"),
+        *("--arms", "translate_warm,decode_step"),
+    ],
     "experts": [
         "--shapes",
         "Qwen3-0.6B,MoE-0.8B-A0.2B",
