@@ -65,8 +65,11 @@ def compress_folder(
 
     Raises `BadInput` for maps that can't be made smaller.
     """
-    if out.expanduser().resolve() == folder.expanduser().resolve():
+    there, here = out.expanduser().resolve(), folder.expanduser().resolve()
+    if there == here:
         raise BadInput(f"{out} is the translator itself, which is kept; give another folder: --out")
+    if here in there.parents:
+        raise BadInput(f"{out} lies inside the translator, whose folder is copied; give another folder: --out")
     refuse_early(out, overwrite=overwrite)
     translator, manifest = load_translator(folder)
     if options.is_unbounded:
@@ -105,11 +108,13 @@ def store_narrower(
     assert manifest.weights is not None
     before = manifest.weights.dtype
     if BYTES[cast(StorageType, options.storage)] >= BYTES[before]:
+        smaller = "" if before == "int8" else "--store int8, or "
         raise BadInput(
-            f"its weights are stored as {before}, which {options.storage} is not smaller than; give --store int8, or one of "
-            "--budget-mb, --flops and --rank"
+            f"its weights are stored as {before}, which {options.storage} is not smaller than; give {smaller}one of --budget-mb, "
+            "--flops and --rank"
         )
-    told = asdict(options)
+    told = {"whole": asdict(manifest.weights)} | manifest.options.get("compress", asdict(options))
+    told["storage"] = options.storage  # what was made of it before is still so
     sizes = save_beside(folder, out, translator, manifest, told, overwrite=overwrite, tell=tell)
     for line in compress_lines(told_made(told), sizes, out):
         say(line)
@@ -128,7 +133,7 @@ def save_beside(
 ) -> dict[str, int]:
     """Save the smaller translator with what judging and distilling it take; return what both weigh, in bytes."""
     assert manifest.weights is not None
-    options = {**manifest.options, "compress": {**told, "whole": asdict(manifest.weights)}}
+    options = {**manifest.options, "compress": {"whole": asdict(manifest.weights), **told}}
     new = replace(manifest, options=options, held_out=None, confidence=None)
     saved = save_translator(out, translator, new, dtype=cast(StorageType, told["storage"]), overwrite=overwrite)
     assert saved.weights is not None
@@ -245,4 +250,4 @@ def told_made(chosen: Mapping[str, Any]) -> str:
     parts = [f"ranks {ranks[0]} to {ranks[-1]}"] if ranks else []
     parts += [f"{whole} layers whole"] if whole else []
     parts += [f"the text through {chosen['text_rank']} features"] if chosen["text_rank"] else []
-    return f"{', '.join(parts)}: {chosen['lost_share']:.2%} of the outputs' variance is lost"
+    return f"{', '.join(parts)}, stored as {chosen['storage']}: {chosen['lost_share']:.2%} of the outputs' variance is lost"

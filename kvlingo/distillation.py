@@ -176,6 +176,7 @@ class Run:
         self.kept = self.keeper(work_dir)
         # A target in bfloat16 says that this machine is fast in it, and reads translated keys and values in it anyway.
         is_fast = target.dtype == torch.bfloat16
+        self.multiplied_before = translator.multiplies_in_bfloat16
         translator.multiply_in_bfloat16(is_fast)
         self.coordinates = coordinates(
             translator, stats, options.whitening_damping, dtype=torch.bfloat16 if is_fast else None
@@ -209,13 +210,13 @@ class Run:
                     saved = time.monotonic()
         except BaseException:
             self.checkpoint()
-            self.translator.multiply_in_bfloat16(False)
+            self.translator.multiply_in_bfloat16(self.multiplied_before)
             raise
         if self.curve.judged_steps[-1] != self.step:
             self.judge(judged)
         self.checkpoint()
         self.translator.load_state_dict(self.best)
-        self.translator.multiply_in_bfloat16(False)
+        self.translator.multiply_in_bfloat16(self.multiplied_before)
         return Distilled(self.translator.eval(), self.curve, self.best_step, self.step, self.seconds)
 
     def keeper(self, work_dir: Path | None) -> KeptPredictions | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -20,7 +20,7 @@ from kvlingo.cache import KV
 from kvlingo.errors import IncompatiblePair
 from kvlingo.features import Block, Repeated, TranslatorConfig
 from kvlingo.geometry import Geometry
-from kvlingo.maps import LayerMap, LowRankMap, Product, Side, head_columns, paired_head
+from kvlingo.maps import LayerMap, LowRankMap, Product, Side, head_columns, is_fast_in_bfloat16, paired_head
 from kvlingo.stats import column_ranges, runs
 
 CHUNK_BYTES = 32 << 20
@@ -373,16 +373,7 @@ def product_dtype(maps: nn.ModuleDict, rounded: torch.dtype | None) -> torch.dty
     first = next(iter(maps.parameters()))
     own: torch.dtype = first.dtype
     narrow = rounded == torch.bfloat16 or (asked and is_fast_in_bfloat16(first.device.type))
-    return torch.bfloat16 if narrow and own != torch.float64 else own
-
-
-@cache
-def is_fast_in_bfloat16(device: str) -> bool:
-    """Tell whether a kind of device multiplies in bfloat16 by itself; where it must widen each number, float32 is as fast."""
-    if device == "cpu":
-        names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # public nowhere in torch 2.13
-        return any(bool(getattr(torch.cpu, name, lambda: False)()) for name in names)
-    return device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if narrow and own == torch.float32 else own
 
 
 @torch.no_grad()

@@ -168,9 +168,11 @@ def hand_off_in_parts(
     anchors: Anchors | None = None,
     confidence: Confidence | None = None,
     watched: bool = False,
+    reads_again: bool = True,
 ) -> Steps[HandOff]:
     """Do what `hand_off` does, reading or translating at most `most` tokens a step; None: all at once.
 
+    Without `reads_again` a hand-over that falls back ends there, without a cache: for who reads the text by other means.
     Whoever takes the steps sees that no gradients are made. Nothing that was given changes, also where it is left in the middle.
     """
     _refuse_dial(source, target, translator, no_text=no_text, anchors=anchors)
@@ -195,6 +197,8 @@ def hand_off_in_parts(
     plan, cache = yield from crossing.carry_out(plan, most, leave_open=not no_text)
     if no_text:
         refuse_to_read(plan, sink)
+    if plan.fallback is not None and not reads_again:
+        return HandOff(ModelState(reading, None, plan.spans), plan, None, {})
     if plan.fallback is not None and cache is None and crossing.native:  # what the target holds itself is still good
         plan, cache = yield from crossing.carry_out(crossing.reprefill(plan.fallback), most)
     translated = time.perf_counter()
@@ -203,7 +207,10 @@ def hand_off_in_parts(
     signs = crossing.signs(plan, cache, logits) if is_watched and logits is not None else None
     doubt = None if signs is None or confidence is None else confidence.doubt(signs)
     if confidence is not None and doubt is not None and doubt > confidence.threshold:
-        plan, cache = yield from crossing.carry_out(crossing.reprefill(confidence.reason(doubt)), most)
+        plan = crossing.reprefill(confidence.reason(doubt))
+        if not reads_again:
+            return HandOff(ModelState(reading, None, plan.spans), plan, None, {}, signs, doubt)
+        plan, cache = yield from crossing.carry_out(plan, most)
         cache, logits = yield from _read_rest(target, crossing.ids, cache, 1, most)
     ended = time.perf_counter()
     timings = {

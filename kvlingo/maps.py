@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -39,8 +40,8 @@ class LayerMap(nn.Module):
     """Map one target layer's features [tokens, features] to its keys and values.
 
     Features are standardised first (their scales differ by orders of magnitude), so that weights quantise well and one
-    learning rate fits all. With `multiplies_in_bfloat16` only the matrix products are rounded: standardising and the
-    weights stay as they are.
+    learning rate fits all. With `multiplies_in_bfloat16` only the matrix products are rounded, where the machine is fast in
+    them: standardising and the weights stay as they are.
     """
 
     feature_mean: Tensor
@@ -65,7 +66,8 @@ class LayerMap(nn.Module):
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return position-free keys and values, each [1, kv_heads, tokens, dim]."""
         x = (features - self.feature_mean) / self.feature_scale
-        with torch.autocast(x.device.type, torch.bfloat16) if self.multiplies_in_bfloat16 else nullcontext():
+        is_narrow = self.multiplies_in_bfloat16 and is_fast_in_bfloat16(x.device.type)
+        with torch.autocast(x.device.type, torch.bfloat16) if is_narrow else nullcontext():
             y = self.linear(x)
             if self.residual is not None:
                 y = y + self.residual(x)
@@ -144,6 +146,15 @@ class LayerMap(nn.Module):
 def rms_normalise(x: Tensor) -> Tensor:
     """Scale the last dim to RMS 1 (no epsilon beyond what keeps 0 finite: a unit vector must stay itself)."""
     return x / x.square().mean(-1, keepdim=True).clamp(min=1e-30).sqrt()
+
+
+@cache
+def is_fast_in_bfloat16(device: str) -> bool:
+    """Tell whether a kind of device multiplies in bfloat16 by itself; where it must widen each number, float32 is as fast."""
+    if device == "cpu":
+        names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # public nowhere in torch 2.13
+        return any(bool(getattr(torch.cpu, name, lambda: False)()) for name in names)
+    return device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 class LinearMap(nn.Module):

@@ -128,6 +128,8 @@ def turn(keys: Tensor, cos: Tensor, sin: Tensor, way: Literal[1, -1], rope: Laye
 
     Products are summed where they end: what memory moves is what this costs.
     """
+    if keys.shape[-2] != len(cos):  # `out=` would be resized, with a warning, and what it was to fill left as it is
+        raise ValueError(f"{keys.shape[-2]} tokens can't be turned at {len(cos)} positions")
     start, stop = rope.offset, rope.offset + rope.dims
     wide, there = keys[..., start:stop].to(cos.dtype), out[..., start:stop]
     room = there if there.dtype == wide.dtype else torch.empty_like(wide, memory_format=torch.contiguous_format)

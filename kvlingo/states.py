@@ -16,11 +16,14 @@ from kvlingo.alignment import align
 from kvlingo.batches import prefill_batch, side_by_side
 from kvlingo.cache import (
     KV,
+    can_cut,
     can_fork,
     fork,
+    held_states,
     native_cache,
     read_cache,
     take_row,
+    truncate,
     write_cache,
 )
 from kvlingo.errors import BadInput, UnsupportedCache
@@ -167,8 +170,19 @@ def native_cache_of(plan: HandoffPlan, target: LanguageModel, state: ModelState 
     refuse_changed_angles(target, int(state.cache.get_seq_length()))
     if can_fork(state.cache, native, target.geometry, target.dtype, cache_devices(target)):
         return fork(state.cache)
+    start, stop = plan.translated
+    if start == stop and is_in_place(state.cache, target) and can_cut(state.cache, native, target.geometry):
+        return truncate(
+            state.cache, native, target.geometry, target.model.config
+        )  # with all that it can be translated from
     kv = read_cache(state.cache, target.rotary, target.geometry, stop=native, partial=True)
     return target_cache(target, kv.to(dtype=target.dtype))
+
+
+def is_in_place(cache: Any, lm: LanguageModel) -> bool:
+    """Tell whether a cache holds numbers of a model's dtype where its layers compute."""
+    held = zip(held_states(cache, lm.geometry), cache_devices(lm), strict=True)
+    return all((x.dtype, x.device) == (lm.dtype, d) for layer, d in held for x in (layer.keys, layer.values))
 
 
 def extend(target: LanguageModel, cache: Any, ids: Tensor) -> Any:

@@ -132,6 +132,8 @@ class Translator(nn.Module):
         folded = None if torch.is_grad_enabled() else self._fold(rounded)
         apply = self._plainly if folded is None else folded.apply
         mapped = apply(source, alignment, embeddings, start, skip, exact)
+        if rounded is None and folded is not None:
+            rounded = next(self.parameters()).dtype  # products may have been made in another
         if rounded is not None:
             known, mapped = ([(k.to(rounded), v.to(rounded)) for k, v in side] for side in (known, mapped))
         keys, values = zip(*known, *mapped, strict=True)
@@ -221,6 +223,11 @@ class Translator(nn.Module):
         for layer_map in self.maps.values():
             assert isinstance(layer_map, LayerMap)
             layer_map.multiplies_in_bfloat16 = on
+
+    @property
+    def multiplies_in_bfloat16(self) -> bool:
+        """Whether the maps' products are to be rounded so."""
+        return any(isinstance(m, LayerMap) and m.multiplies_in_bfloat16 for m in self.maps.values())
 
     def num_bytes(self, bytes_per_weight: float = 4) -> int:
         """Return the size of all maps when stored with so many bytes a weight."""

@@ -245,7 +245,15 @@ def test_compress_without_a_bound_stores_the_same_maps_in_fewer_bytes(fitted: Pa
     assert "compressed: the same maps, stored as bfloat16" in shown
     assert (out / "controls").is_dir() == (fitted / "controls").is_dir()
     assert_refused(run("compress", out, "--out", tmp_path / "again"), "its weights are stored as bfloat16")
-    assert run("compress", out, "--out", tmp_path / "again", "--store", "int8").code == 0
+    again = tmp_path / "again"
+    assert run("compress", out, "--out", again, "--store", "int8").code == 0
+    assert_refused(run("compress", again, "--out", tmp_path / "more", "--store", "int8"), "give one of --budget-mb")
+    assert_refused(run("compress", fitted, "--out", fitted / "controls" / "in"), "lies inside the translator")
+    low, stored = tmp_path / "low", tmp_path / "stored"
+    flags = ["--rank", "4", "--weigh", "deviation", "--store", "float32"]
+    assert run("compress", fitted, "--out", low, *flags).code == 0
+    assert run("compress", low, "--out", stored, "--store", "int8").code == 0
+    assert "ranks 4 to 4, stored as int8: " in run("info", stored).out
 
 
 def test_compress_refuses_what_it_can_not_read(fitted: Path, tmp_path: Path, run: Run) -> None:

@@ -204,11 +204,19 @@ def test_maps_that_ask_for_it_multiply_in_bfloat16_where_that_is_fast(
     _, exact = both(translator, ALIGNMENTS["same tokens"])
     translator.multiply_in_bfloat16(True)
     _, asked = both(translator, ALIGNMENTS["same tokens"])
+    assert {x.dtype for x in (*asked.keys, *asked.values)} == {torch.float32}
     assert translator._folded is not None
     assert translator._folded.dtype == (torch.bfloat16 if is_fast else torch.float32)
     for a, b in zip((*asked.keys[1:], *asked.values[1:]), (*exact.keys[1:], *exact.values[1:]), strict=True):
         off = float((a.float() - b).norm() / b.norm())
         assert (1e-4 < off < 2e-2) if is_fast else off == 0
+
+
+def test_maps_in_half_precision_are_multiplied_in_it() -> None:
+    translator = made("token before", torch.float32).half()
+    translator.multiply_in_bfloat16(True)
+    assert folding.product_dtype(translator.maps, torch.float16) == torch.float16
+    assert folding.product_dtype(translator.maps, torch.bfloat16) == torch.float16
 
 
 def test_a_source_of_another_dtype_is_read() -> None:

@@ -13,12 +13,14 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 import kvlingo.handoff as handoff_module
 from kvlingo.cache import tensors_of
+from kvlingo.confidence import Confidence
 from kvlingo.errors import BadInput, IncompatiblePair, UnsupportedCache
 from kvlingo.generation import generate, grown
-from kvlingo.handoff import HandOff, hand_off
+from kvlingo.handoff import HandOff, hand_off, hand_off_in_parts
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import Provenance, SpanKind, reprefill_plan
 from kvlingo.states import ModelState, common_prefix, read_native
+from kvlingo.steps import finished
 from kvlingo.translator import Translator, TranslatorConfig, identity_translator
 from tests import tiny
 
@@ -301,6 +303,39 @@ def test_where_a_source_can_not_be_read_the_target_goes_on_from_what_it_holds() 
     assert kinds(done) == [(N, 0, len(held.reading)), (R, len(held.reading), tokens)]
     assert_cold(lm, done)
     assert held.cache.get_seq_length() == len(held.reading)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_what_is_gone_on_from_after_a_fall_back_can_be_translated_from(family: str) -> None:
+    """The target held more than the two texts share: what its windows have left behind is kept all the same."""
+    lm = tiny.language_model(family)
+    held = read_native(FIRST[:20] + REPLY, lm)
+    done = hand_off(
+        WHOLE, lm, lm, identity(lm), source_state=read_native(WHOLE, lm), target_state=held, distrust="why not"
+    )
+    assert done.plan.fallback == "why not"
+    assert done.plan.count(N) == 21
+    assert_cold(lm, done)
+    assert {layer.keys.shape[2] for layer in done.state.cache.layers} == {len(done.state.reading)}
+    onwards = hand_off(WHOLE + USER, lm, lm, identity(lm), source_state=done.state)
+    assert onwards.plan.fallback is None
+    assert onwards.plan.count(T) > 0
+
+
+def test_who_reads_by_other_means_gets_no_cache_of_a_fall_back(lm: LanguageModel) -> None:
+    def given(confidence: Confidence | None, source: ModelState) -> HandOff:
+        steps = hand_off_in_parts(
+            FIRST, lm, lm, identity(lm), most=None, source_state=source, confidence=confidence, reads_again=False
+        )
+        with torch.no_grad():
+            return finished(steps)
+
+    never = Confidence(("entropy_nats",), (0.0,), (1.0,), (1.0,), 0.0, 0.0, 0.5, 4, {})
+    other = replace(read_native(FIRST, lm), spans=())  # a state that holds nothing that may be used
+    for done in (given(never, read_native(FIRST, lm)), given(None, other)):
+        assert done.plan.fallback is not None
+        assert done.state.cache is None
+        assert done.logits is None
 
 
 def test_few_native_tokens_are_extended_to_the_sinks(lm: LanguageModel) -> None:

@@ -28,7 +28,7 @@ from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.models import LOADER_NOTE, convert_gguf, load_model, wrap
 from kvlingo.outline import outline
 from kvlingo.probing import probe_geometry
-from tests import tiny
+from tests import families, tiny
 
 
 def saved(lm: LanguageModel, folder: Path) -> Path:
@@ -352,3 +352,21 @@ def test_an_outline_is_what_probing_finds(tmp_path: Path) -> None:
     assert isinstance(found.load_tokenizer(), type(AutoTokenizer.from_pretrained(tmp_path)))
     (tmp_path / "model.safetensors").unlink()
     assert outline(tmp_path).geometry == found.geometry
+
+
+@pytest.mark.parametrize(("family", "kind"), [("gemma4", int), ("llama", torch.Tensor), ("gemma3", torch.Tensor)])
+def test_the_last_hidden_states_are_gathered_where_no_layer_leaves_tokens_out(family: str, kind: type) -> None:
+    """A slice of them costs a copy of the output head on a CPU; a model whose layers share leaves tokens out for a number."""
+    lm, seen = families.language_model(family), list[Any]()
+    hook = lm.model.register_forward_pre_hook(
+        lambda _, __, given: seen.append(given["logits_to_keep"]), with_kwargs=True
+    )
+    ids = tiny.ids_of(lm, 12)
+    with torch.no_grad():
+        whole = prefill(lm, ids, logits_to_keep=0).logits
+        some = prefill(lm, ids, logits_to_keep=3).logits
+        more = prefill(lm, ids, logits_to_keep=12).logits
+    hook.remove()
+    assert isinstance(seen[1], kind)
+    torch.testing.assert_close(some, whole[-3:], atol=1e-9, rtol=0)
+    torch.testing.assert_close(more, whole, atol=1e-9, rtol=0)

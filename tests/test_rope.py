@@ -201,6 +201,14 @@ def test_what_is_put_is_what_is_applied(drawn: tuple[Rotary, LayerRope, int]) ->
     assert rope.dims <= dim
 
 
+@given(rotaries())
+@settings(max_examples=10, deadline=None)
+def test_every_token_has_its_position(drawn: tuple[Rotary, LayerRope, int]) -> None:
+    rotary, _, dim = drawn
+    with pytest.raises(ValueError, match="1 tokens can't be turned at"):
+        rotary.rotate(random_keys(1, 2, 1, dim), 0, POSITIONS)
+
+
 def test_a_layer_without_positions_is_copied() -> None:
     rotary = Rotary(_no_angles, (None,))
     keys = random_keys(1, 1, 3, 4)

@@ -139,7 +139,7 @@ def compress(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a translator smaller: low rank where it costs least. Its quality must be measured anew."""
+    """Make a translator smaller, by low rank or by how it is stored. Its quality must be measured anew."""
     with stoppable("nothing was written"):
         from kvlingo import compacting, jobs
         from kvlingo.compression import CompressOptions

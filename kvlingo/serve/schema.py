@@ -388,6 +388,9 @@ IN_OUR_WORDS = {
     "missing": "is missing; give it",
     "extra_forbidden": "is unknown; leave it out",
     "too_short": "is empty; give at least one",
+    "too_long": "has too many entries",
+    "string_too_short": "is empty",
+    "string_pattern_mismatch": "is not of the form that it must have",
     "list_type": "must be a list",
     "dict_type": "must be an object",
     "model_type": "must be an object",
@@ -398,7 +401,8 @@ IN_OUR_WORDS = {
 
 def refusal(error: ValidationError) -> Refused:
     """Return the refusal for pydantic's errors: of the branches of a choice, the one that went deepest tells the most."""
-    found = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
+    errors = error.errors(include_url=False, include_context=False)
+    found = max(errors, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
     place = [str(part) for part in found["loc"] if isinstance(part, int) or is_field(part)]
     param = ".".join(place) or None
     got = found["input"]

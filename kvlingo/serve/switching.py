@@ -19,7 +19,7 @@ from kvlingo.cache import can_cut, fork, full_cache, truncate
 from kvlingo.calibration import handoff_cost, read_cost
 from kvlingo.confidence import Confidence
 from kvlingo.cost import HandoffCost, Rates, TargetCost, handoff_flops, handoff_s, pass_flops, pass_s
-from kvlingo.errors import KVLingoError
+from kvlingo.errors import KVLingoError, UnsupportedCache
 from kvlingo.handoff import HandOff, hand_off_in_parts
 from kvlingo.language_model import LanguageModel, prefill_in_parts, reads_in_parts
 from kvlingo.plan import HandoffPlan, Span, SpanKind, reprefill_plan
@@ -368,6 +368,8 @@ class Switch:
     def _translate(self, prompt: Prompt, target: Side, offer: Offer, own: Match | None, dial: Dial) -> Steps[Started]:
         most = self._most(target, prompt)
         handed = yield from self._hand_off(prompt, offer, own.snapshot.state if own else None, dial, most)
+        if handed.plan.fallback:
+            raise UnsupportedCache(handed.plan.fallback)  # it is read by the target, as what nobody translates is
         assert handed.logits is not None
         for snapshot in (offer.snapshot, *([own.snapshot] if own else ())):
             self._sessions.used(snapshot)
@@ -388,6 +390,7 @@ class Switch:
             target_state=state,
             reading=prompt.reading,
             confidence=offer.link.confidence,
+            reads_again=False,
         )
 
     def _most(self, target: Side, prompt: Prompt) -> int | None:
