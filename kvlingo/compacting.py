@@ -68,8 +68,8 @@ def compress_folder(
     there, here = out.expanduser().resolve(), folder.expanduser().resolve()
     if there == here:
         raise BadInput(f"{out} is the translator itself, which is kept; give another folder: --out")
-    if here in there.parents:
-        raise BadInput(f"{out} lies inside the translator, whose folder is copied; give another folder: --out")
+    if {here / "controls", here / "work"} & {there, *there.parents}:
+        raise BadInput(f"{out} lies inside the translator, in what is copied along; give another folder: --out")
     refuse_early(out, overwrite=overwrite)
     translator, manifest = load_translator(folder)
     if options.is_unbounded:

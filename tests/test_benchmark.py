@@ -280,7 +280,14 @@ SCHEMA = record_of(
         "benchmark": TEXT,
         "pair": record_of({"source": TEXT, "target": TEXT}),
         "maps": record_of(
-            {"kind": TEXT, "rank": {"type": ["integer", "null"]}, "weights": COUNT, "bytes": COUNT, "dtype": TEXT}
+            {
+                "kind": TEXT,
+                "rank": {"type": ["integer", "null"]},
+                "weights": COUNT,
+                "bytes": COUNT,
+                "dtype": TEXT,
+                "products": TEXT,
+            }
         ),
         "weights": TEXT,
         "note": {"type": ["string", "null"]},
@@ -443,8 +450,11 @@ def test_a_table_marks_what_was_predicted(tmp_path: Path, monkeypatch: pytest.Mo
         ],
     }
     (tmp_path / "speed-x.json").write_text(json.dumps(record))
-    assert "| A → B, full, rank 8 | 9,000 | ~1,000 | 50 | – | – | – | 20.0× | – | – | 70% |" in tables.speed()
+    assert "| A → B, full, rank 8, float32 | 9,000 | ~1,000 | 50 | – | – | – | 20.0× | – | – | 70% |" in tables.speed()
     assert "float32 on a CPU" in tables.speed()
+    record["maps"] = {"kind": "full", "rank": None, "products": "bfloat16"}
+    (tmp_path / "speed-x.json").write_text(json.dumps(record))
+    assert "| A → B, full, float32, maps in bfloat16 | 9,000 |" in tables.speed()
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------

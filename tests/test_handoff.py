@@ -325,14 +325,22 @@ def test_what_is_gone_on_from_after_a_fall_back_can_be_translated_from(family: s
 def test_who_reads_by_other_means_gets_no_cache_of_a_fall_back(lm: LanguageModel) -> None:
     def given(confidence: Confidence | None, source: ModelState) -> HandOff:
         steps = hand_off_in_parts(
-            FIRST, lm, lm, identity(lm), most=None, source_state=source, confidence=confidence, reads_again=False
+            FIRST,
+            lm,
+            lm,
+            identity(lm),
+            most=None,
+            sink=3,
+            source_state=source,
+            confidence=confidence,
+            reads_again=False,
         )
         with torch.no_grad():
             return finished(steps)
 
     never = Confidence(("entropy_nats",), (0.0,), (1.0,), (1.0,), 0.0, 0.0, 0.5, 4, {})
-    other = replace(read_native(FIRST, lm), spans=())  # a state that holds nothing that may be used
-    for done in (given(never, read_native(FIRST, lm)), given(None, other)):
+    short = read_native(FIRST[:1], lm)  # which has read no more than the sinks
+    for done in (given(never, read_native(FIRST, lm)), given(None, short)):
         assert done.plan.fallback is not None
         assert done.state.cache is None
         assert done.logits is None
