@@ -351,6 +351,31 @@ def test_a_hand_over_that_is_doubted_is_read_again_once() -> None:
     assert anew < sum(read) - len(found.ids) < 2 * anew
 
 
+@pytest.mark.parametrize("tail", [1, 6])
+def test_what_a_model_holds_itself_is_no_fall_back(tail: int) -> None:
+    """An answer asked for again, with nothing between what is held and the tail that anybody could translate."""
+    with twin_engine() as (engine, lm):
+        ask(engine, request_for(lm, "a", talk(2)))
+        for model in ("b", "b", "a", "b"):
+            (found,) = ask(engine, request_for(lm, model, talk(2), dial=Dial("translate", tail=tail)))
+            assert found.begun.fallback is None
+            assert found.ids == cold_ids(lm, talk(2))
+        assert engine.stats()["fallbacks"] == 0
+
+
+def test_what_two_doubt_at_once_is_read_once() -> None:
+    confidence = Confidence(("entropy_nats",), (0.0,), (1.0,), (1.0,), 0.0, 0.0, 0.5, 4, {})
+    link = Link("a", "b", identity_translator(LM.geometry, torch.float64), confidence=confidence)
+    with closing(LocalEngine({"a": LM, "b": LM}, [link], Limits(rule=ALWAYS, part_tokens=16))) as engine:
+        ask(engine, request_for(LM, "a", talk(6)))
+        both = ask(engine, request_for(LM, "b", talk(6)), request_for(LM, "b", talk(6)))
+    assert [found.ids for found in both] == [cold_ids(LM, talk(6))] * 2
+    assert all("looks bad" in str(found.begun.fallback) for found in both)
+    fewest, most = sorted(found.begun.native_tokens for found in both)
+    assert fewest == 0
+    assert most > 0.8 * both[0].begun.prompt_tokens
+
+
 def test_a_translation_that_was_asked_for_and_cannot_be_says_why() -> None:
     with twin_engine() as (engine, lm):
         (found,) = ask(engine, request_for(lm, "b", talk(1), dial=Dial("translate")))

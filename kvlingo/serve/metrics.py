@@ -13,7 +13,7 @@ from kvlingo.serve.protocol import Begun
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
-REASON = re.compile(r"([A-Za-z_][\w ]{0,39}):")
+REASON = re.compile(r"([A-Za-z_][\w -]{0,39}):")
 MOST_REASONS = 32
 
 

@@ -230,7 +230,8 @@ class Switch:
         native = own.tokens if own else 0
         offers, reason = ([], None) if dial.mode == "reprefill" else self._offers(prompt, target, native)
         offer = max(offers, key=lambda o: o.spared, default=None)
-        if offer is None and dial.mode == "translate" and reason is None and native < len(prompt.reading) - 1:
+        unread = len(prompt.reading) - native
+        if offer is None and dial.mode == "translate" and reason is None and unread > max(1, dial.tail):
             reason = f"no model with a translator to {target.name} has read more of this conversation"
         if offer is None or not self._pays(offer, target, len(prompt.reading), native, dial):
             return (yield from self._read_on(prompt, target, own, reason))
@@ -238,6 +239,7 @@ class Switch:
             return (yield from self._translate(prompt, target, offer, own, dial))
         except Exception as error:  # the chat user gets an answer whatever a translator does
             reason = _told(error)
+        own = yield from self._awaited(prompt, target)  # others may be reading it by now
         return (yield from self._read_on(prompt, target, own, reason))
 
     def _awaited(self, prompt: Prompt, target: Side) -> Steps[Match | None]:
@@ -336,6 +338,10 @@ class Switch:
 
         best = max(found, key=spared, default=None)
         if best is None or spared(best) <= 0:
+            return None
+        dial, watch = prompt.request.dial, link.confidence
+        tail = max(dial.tail, watch.tail if watch else 0, tokens - tokens * best.tokens // len(reading))
+        if max(native, dial.sink) >= tokens - tail:  # what the target reads itself: nothing lies between
             return None
         state = replace(best.snapshot.state, reading=first_tokens(reading, best.tokens))
         return Offer(link, source, best.snapshot, state, spared(best), tokens - tokens * best.tokens // len(reading))
