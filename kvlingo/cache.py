@@ -728,13 +728,17 @@ def can_fork(cache: Any, tokens: int, geometry: Geometry, dtype: torch.dtype, de
         return False
     if any(type(layer) not in (DynamicLayer, RecordingLayer) for layer in cache.layers):
         return False
-    in_place = (
-        (x.dtype, x.device) == (dtype, d) for h, d in zip(held, devices, strict=True) for x in (h.keys, h.values)
-    )
     whole = (
         h.keys.shape[2] >= tokens - shape.first_held(tokens) for h, shape in zip(held, geometry.layers, strict=True)
     )
-    return not getattr(cache, "offloading", False) and all(in_place) and all(whole)
+    return not getattr(cache, "offloading", False) and is_in_place(held, dtype, devices) and all(whole)
+
+
+def is_in_place(held: Sequence[Held], dtype: torch.dtype, devices: Sequence[torch.device]) -> bool:
+    """Tell whether layers hold numbers of a model's dtype where it computes them."""
+    return all(
+        (x.dtype, x.device) == (dtype, d) for h, d in zip(held, devices, strict=True) for x in (h.keys, h.values)
+    )
 
 
 def fork(cache: Any) -> Any:

@@ -20,6 +20,7 @@ from kvlingo.cache import (
     can_fork,
     fork,
     held_states,
+    is_in_place,
     native_cache,
     read_cache,
     take_row,
@@ -171,18 +172,12 @@ def native_cache_of(plan: HandoffPlan, target: LanguageModel, state: ModelState 
     if can_fork(state.cache, native, target.geometry, target.dtype, cache_devices(target)):
         return fork(state.cache)
     start, stop = plan.translated
-    if start == stop and is_in_place(state.cache, target) and can_cut(state.cache, native, target.geometry):
-        return truncate(
-            state.cache, native, target.geometry, target.model.config
-        )  # with all that it can be translated from
+    if start == stop and can_cut(state.cache, native, target.geometry):
+        held = held_states(state.cache, target.geometry)
+        if is_in_place(held, target.dtype, cache_devices(target)):  # kept with all that it can be translated from
+            return truncate(state.cache, native, target.geometry, target.model.config)
     kv = read_cache(state.cache, target.rotary, target.geometry, stop=native, partial=True)
     return target_cache(target, kv.to(dtype=target.dtype))
-
-
-def is_in_place(cache: Any, lm: LanguageModel) -> bool:
-    """Tell whether a cache holds numbers of a model's dtype where its layers compute."""
-    held = zip(held_states(cache, lm.geometry), cache_devices(lm), strict=True)
-    return all((x.dtype, x.device) == (lm.dtype, d) for layer, d in held for x in (layer.keys, layer.values))
 
 
 def extend(target: LanguageModel, cache: Any, ids: Tensor) -> Any:

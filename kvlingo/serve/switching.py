@@ -339,12 +339,12 @@ class Switch:
         best = max(found, key=spared, default=None)
         if best is None or spared(best) <= 0:
             return None
-        dial, watch = prompt.request.dial, link.confidence
-        tail = max(dial.tail, watch.tail if watch else 0, tokens - tokens * best.tokens // len(reading))
+        dial, watch, unread = prompt.request.dial, link.confidence, tokens - tokens * best.tokens // len(reading)
+        tail = max(dial.tail, watch.tail if watch else 0, unread)
         if max(native, dial.sink) >= tokens - tail:  # what the target reads itself: nothing lies between
             return None
         state = replace(best.snapshot.state, reading=first_tokens(reading, best.tokens))
-        return Offer(link, source, best.snapshot, state, spared(best), tokens - tokens * best.tokens // len(reading))
+        return Offer(link, source, best.snapshot, state, spared(best), unread)
 
     def reads_up_to(self, mode: Mode, source: str, target: str) -> float:
         """Return how many tokens a target reads without a thought of translating them from `source`."""
