@@ -308,6 +308,24 @@ def test_a_translator_that_raises_is_a_reprefill_with_its_reason(error: Exceptio
         assert engine.stats()["fallbacks"] == 1
 
 
+def test_where_one_translator_fails_the_next_source_is_translated_from(caplog: pytest.LogCaptureFixture) -> None:
+    broken = identity_translator(LM.geometry, torch.float64)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("broken")
+
+    broken.stream = fails  # type: ignore[method-assign]
+    links = [Link("a", "c", broken), Link("b", "c", identity_translator(LM.geometry, torch.float64))]
+    with closing(LocalEngine(dict.fromkeys("abc", LM), links, Limits(rule=ALWAYS))) as engine:
+        ask(engine, request_for(LM, "b", talk(2)))
+        ask(engine, request_for(LM, "a", talk(3)))  # it has read more, so it is asked first
+        (found,) = ask(engine, request_for(LM, "c", talk(3)))
+    assert found.ids == cold_ids(LM, talk(3))
+    assert (found.begun.source, found.begun.fallback) == ("b", None)
+    assert found.begun.translated_tokens > 0
+    assert "a translation failed" in caplog.text
+
+
 def test_a_refused_translator_is_not_used_and_says_why() -> None:
     link = Link("a", "b", identity_translator(LM.geometry, torch.float64), refusal="its report says FAIL")
     with closing(LocalEngine({"a": LM, "b": LM}, [link], Limits(rule=ALWAYS))) as engine:

@@ -386,6 +386,81 @@ def test_whoever_waits_for_another_reader_goes_on_when_that_one_leaves(monkeypat
         assert within(both(engine, lm)).ids == cold_ids(lm, LONG)
 
 
+def after(engine: LocalEngine, log: Log, reads: int, first: Request, second: Request) -> list[Answer]:
+    """Ask the first; once it has read some parts, the second too. Return what both were told."""
+    before = len(log)
+
+    async def both() -> list[Answer]:
+        one = asyncio.create_task(answer(engine, first))
+        while [what for what, _ in log[before:]].count("read") < reads:
+            await asyncio.sleep(0)
+        return await asyncio.gather(one, answer(engine, second))
+
+    return within(both())
+
+
+@contextmanager
+def slowly_logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
+    """Note what is read and translated; reading takes long enough to be seen under way."""
+    slow = threading.Event()
+    with logged(monkeypatch) as log, monkeypatch.context() as patch:
+        noting = language_model.prefill
+
+        def slowly(lm: LanguageModel, ids: torch.Tensor, **options: Any) -> Any:
+            slow.wait(0.01)
+            return noting(lm, ids, **options)
+
+        patch.setattr(language_model, "prefill", slowly)
+        yield log
+
+
+def test_a_translation_does_not_wait_for_a_reader_of_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes what the reader has read by then, translates the rest and answers first."""
+    with twin_engine(part_tokens=PART) as (engine, lm):
+        ask(engine, request_for(lm, "b", LONG))
+        requests = [request_for(lm, "a", LONG, dial=Dial(mode)) for mode in ("reprefill", "translate")]
+        with slowly_logged(monkeypatch) as log:
+            reading, translating = after(engine, log, 3, *requests)
+    assert reading.ids == translating.ids == cold_ids(lm, LONG)
+    assert reading.begun.translated_tokens == 0
+    assert translating.begun.translated_tokens > 100
+    assert translating.begun.native_tokens >= 3 * PART
+    first = next(i for i, (what, _) in enumerate(log) if what == "translate")
+    reads = [what for what, _ in log[first:]].count("read")
+    assert reads > reading.begun.prompt_tokens // PART // 2, "the reader was still reading"
+
+
+def test_a_reprefill_does_not_wait_for_a_reader_of_what_was_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read after a translation is not exact: nothing of it could be gone on from."""
+    with twin_engine(part_tokens=PART) as (engine, lm):
+        ask(engine, request_for(lm, "b", LONG))
+        (found,) = ask(engine, request_for(lm, "a", LONG, dial=Dial("translate")))
+        assert found.begun.translated_tokens > 200
+        text = LONG + found.text + OTHER
+        requests = [request_for(lm, "a", text, dial=Dial(mode)) for mode in ("auto", "reprefill")]
+        with slowly_logged(monkeypatch) as log:
+            reading, anew = after(engine, log, 2, *requests)
+    assert reading.ids == anew.ids == cold_ids(lm, text)
+    assert reading.begun.native_tokens + reading.begun.translated_tokens > 200
+    assert (anew.begun.native_tokens, anew.begun.translated_tokens) == (1, 0), "the sink alone was exact"
+    new = reading.begun.recomputed_tokens
+    ended = next(i for i, (what, _) in enumerate(log) if what == "step")
+    assert sum(tokens for what, tokens in log[:ended] if what == "read") > 1.5 * new, "both read in turn"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_a_shorter_prompt_waits_for_a_reader_whose_window_slides(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time that its last token is read, the window may have slid past what it needs."""
+    lm = family_model(family)
+    with closing(LocalEngine({"a": lm}, limits=Limits(part_tokens=PART))) as engine:
+        cut = LONG[: len(LONG) // 2]
+        with slowly_logged(monkeypatch) as log:
+            long, short = after(engine, log, 2, request_for(lm, "a", LONG), request_for(lm, "a", cut))
+    assert long.ids == cold_ids(lm, LONG)
+    assert short.ids == cold_ids(lm, cut)
+    assert short.begun.native_tokens >= short.begun.prompt_tokens - 2 * PART
+
+
 # --- what can't be taken in parts ------------------------------------------------------------------------------------
 
 

@@ -60,7 +60,7 @@ def freeze(state: ModelState, key: str, lm: LanguageModel) -> tuple[Label, bytes
         least = cut_from(state.cache, lm.geometry)
     except UnsupportedCache as error:
         raise Unusable("unsupported", str(error)) from error
-    label = Label(key, reading.ids[:tokens], exact_until(state), state.translated_until, least)
+    label = Label(key, reading.ids[:tokens], exact_until(state.spans), state.translated_until, least)
     note = {
         "format": FORMAT,
         "key": key,

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kvlingo.cache import fork, holds_all, tensors_of
 from kvlingo.geometry import Geometry
-from kvlingo.plan import Provenance
+from kvlingo.plan import Provenance, Span
 from kvlingo.states import ModelState
 
 
@@ -87,13 +87,13 @@ def snapshot_of(place: Place, state: ModelState, geometry: Geometry) -> Snapshot
     """Return a state at rest; the caller may go on with its own cache."""
     frozen = replace(state, cache=fork(state.cache))
     ids = state.reading.ids[: int(frozen.cache.get_seq_length())]
-    return Snapshot(place, frozen, ids, holds_all(frozen.cache, geometry), exact_until(state))
+    return Snapshot(place, frozen, ids, holds_all(frozen.cache, geometry), exact_until(state.spans))
 
 
-def exact_until(state: ModelState) -> int:
-    """Return the end of the first exact tokens of a state."""
+def exact_until(spans: Sequence[Span]) -> int:
+    """Return the end of the first exact tokens of a state's spans."""
     end = 0
-    for span in state.spans:
+    for span in spans:
         if span.start != end or span.provenance is not Provenance.EXACT:
             break
         end = span.stop

@@ -26,7 +26,7 @@ from kvlingo.plan import HandoffPlan, Span, SpanKind, reprefill_plan
 from kvlingo.reading import Reading, first_tokens
 from kvlingo.serve.decoding import Started
 from kvlingo.serve.protocol import Begun, Dial, Message, Mode, Request
-from kvlingo.serve.sessions import Match, Place, Sessions, Snapshot, common
+from kvlingo.serve.sessions import Match, Place, Sessions, Snapshot, common, exact_until, snapshot_of
 from kvlingo.serve.shelf import Shelf
 from kvlingo.states import Conversation, ModelState, read_conversation, refuse_target
 from kvlingo.steps import Steps, finished
@@ -153,6 +153,12 @@ class _Underway:
         return int(self.cache.get_seq_length())
 
     @property
+    def exact(self) -> int:
+        """Return how many first tokens will be exact: all, unless it goes on from some that are not."""
+        exact = exact_until(self.earlier)
+        return len(self.reading) if exact >= self.native else exact
+
+    @property
     def state(self) -> ModelState:
         """Return what the model holds by now."""
         spans = reprefill_plan(self.tokens, READ, native=self.native, earlier=self.earlier).spans
@@ -198,13 +204,13 @@ class Switch:
         target, ids = self._sides[prompt.request.model], prompt.reading.ids
         exact_only, place = prompt.request.dial.mode == "reprefill", prompt.place(target.name)
         own = self._own(prompt, target)
-        native = own.tokens if own else 0
+        native = _tokens(own)
         state = shelf.take(place, ids, beyond=native, most=len(ids) - 1, exact_only=exact_only)
         if state is None:
             return native
         self._sessions.keep(place, state, target.lm.geometry)
         own = self._own(prompt, target)
-        return own.tokens if own else 0
+        return _tokens(own)
 
     def _recall_others(self, prompt: Prompt, shelf: Shelf, native: int) -> None:
         """Bring back what other models have read beyond what the target holds."""
@@ -224,38 +230,64 @@ class Switch:
                 self._sessions.keep(place, state, source.geometry)
 
     def start(self, prompt: Prompt) -> Steps[Started]:
-        """Return a state that holds the whole prompt, and the logits of the next token."""
-        target, dial = self._sides[prompt.request.model], prompt.request.dial
-        own = yield from self._awaited(prompt, target)
-        native = own.tokens if own else 0
-        offers, reason = ([], None) if dial.mode == "reprefill" else self._offers(prompt, target, native)
-        offer = max(offers, key=lambda o: o.spared, default=None)
-        unread = len(prompt.reading) - native
-        if offer is None and dial.mode == "translate" and reason is None and unread > max(1, dial.tail):
-            reason = f"no model with a translator to {target.name} has read more of this conversation"
-        if offer is None or not self._pays(offer, target, len(prompt.reading), native, dial):
-            return (yield from self._read_on(prompt, target, own, reason))
-        try:
-            return (yield from self._translate(prompt, target, offer, own, dial))
-        except Exception as error:  # the chat user gets an answer whatever a translator does
-            reason = _told(error)
-        own = yield from self._awaited(prompt, target)  # others may be reading it by now
+        """Return a state that holds the whole prompt, and the logits of the next token.
+
+        What others hold is looked at before anybody is waited for: a translation does not wait for a reader of the same.
+        """
+        target = self._sides[prompt.request.model]
+        own = self._held(prompt, target)
+        ways, reason = self._ways(prompt, target, own)
+        if not ways:
+            before, own = own, (yield from self._awaited(prompt, target))
+            if _tokens(own) != _tokens(before):
+                ways, reason = self._ways(prompt, target, own)
+        for offer in ways:
+            try:
+                return (yield from self._translate(prompt, target, offer, own, prompt.request.dial))
+            except Exception as error:  # the chat user gets an answer whatever a translator does
+                reason = _told(error)
+        if ways:
+            own = yield from self._awaited(prompt, target)  # others may be reading it by now
         return (yield from self._read_on(prompt, target, own, reason))
+
+    def _ways(self, prompt: Prompt, target: Side, own: Match | None) -> tuple[list[Offer], str | None]:
+        """Return what pays to translate from, the best first; where nothing does, maybe why not."""
+        dial, tokens, native = prompt.request.dial, len(prompt.reading), _tokens(own)
+        offers, reason = ([], None) if dial.mode == "reprefill" else self._offers(prompt, target, native)
+        paying = [offer for offer in offers if self._pays(offer, target, tokens, native, dial)]
+        if not offers and dial.mode == "translate" and reason is None and tokens - native > max(1, dial.tail):
+            reason = f"no model with a translator to {target.name} has read more of this conversation"
+        return sorted(paying, key=lambda o: o.spared, reverse=True), reason
+
+    def _readers(self, prompt: Prompt, target: Side) -> list[tuple[int, _Underway]]:
+        """Return who is reading what could be gone on from, each with how many of its tokens: exact ones, where those count."""
+        ids, place, exact_only = prompt.reading.ids, prompt.place(target.name), prompt.request.dial.mode == "reprefill"
+        if target.name in self._reads_anew:
+            return []
+        readers = [each for each in self._underway[target.name] if each.place == place]
+        shared = ((common(each.reading.ids, ids), each) for each in readers)
+        return [(min(tokens, each.exact) if exact_only else tokens, each) for tokens, each in shared]
+
+    def _held(self, prompt: Prompt, target: Side) -> Match | None:
+        """Return the most that the target can go on from now, be it what somebody is just reading."""
+        own, found = self._own(prompt, target), list[Match]()
+        for tokens, each in self._readers(prompt, target):
+            if min(tokens, each.tokens) > _tokens(own):
+                snapshot = snapshot_of(each.place, each.state, target.lm.geometry)
+                found.append(Match(snapshot, min(tokens, each.tokens)))
+        return _longest(own, self._usable(prompt, target, found))
 
     def _awaited(self, prompt: Prompt, target: Side) -> Steps[Match | None]:
         """Return what the target can go on from, once nobody else is just reading more of the same: that is read once."""
-        ids, place = prompt.reading.ids, prompt.place(target.name)
+        held: Match | None = None
         while True:
             own = self._own(prompt, target)
-            shared = [
-                (common(each.reading.ids, ids), each) for each in self._underway[target.name] if each.place == place
-            ]
-            tokens, other = max(shared, key=lambda pair: pair[0], default=(0, None))
-            if other is None or tokens - (own.tokens if own else 0) <= self.part_tokens:
-                return own
-            if other.tokens >= tokens:
-                self._sessions.keep(place, other.state, target.lm.geometry)
-                return self._own(prompt, target)
+            tokens, reader = max(self._readers(prompt, target), key=lambda pair: pair[0], default=(0, None))
+            if reader is None or tokens - _tokens(own) <= self.part_tokens:
+                return _longest(own, held)
+            held = _longest(self._held(prompt, target), held)  # a window may have slid past it by the next step
+            if reader.tokens >= tokens:
+                return held
             yield
 
     def worth_translating(self, prompt: Prompt) -> tuple[Offer, Match | None] | None:
@@ -270,7 +302,7 @@ class Switch:
             return None
         refuse_target(target.lm, tokens)
         own = self._own(prompt, target)
-        native = own.tokens if own else 0
+        native = _tokens(own)
         offers, _ = self._offers(prompt, target, native)
         offer = max(offers, key=lambda o: o.spared, default=None)
         if offer is None:
@@ -295,10 +327,12 @@ class Switch:
         """
         if target.name in self._reads_anew:
             return None
-        limit = target.lm.geometry.angle_limit
-        ids, most = prompt.reading.ids, len(prompt.reading) - 1
+        return self._usable(prompt, target, self._sessions.find(prompt.place(target.name), prompt.reading.ids))
+
+    def _usable(self, prompt: Prompt, target: Side, found: Sequence[Match]) -> Match | None:
+        """Return the one of what shares a prompt's first tokens that spares the target the most; None: none does."""
+        ids, limit, most = prompt.reading.ids, target.lm.geometry.angle_limit, len(prompt.reading) - 1
         exact_only = prompt.request.dial.mode == "reprefill"
-        found = self._sessions.find(prompt.place(target.name), ids)
         if limit is not None:
             found = [m for m in found if (len(m.snapshot.ids) > limit) == (len(ids) > limit)]
         usable = (replace(m, tokens=min(m.exact if exact_only else m.tokens, most)) for m in found)
@@ -405,7 +439,7 @@ class Switch:
 
     def _read_on(self, prompt: Prompt, target: Side, own: Match | None, reason: str | None) -> Steps[Started]:
         """Let the target read what it does not hold; what it has read where it is stopped is kept for the next time."""
-        lm, reading, native = target.lm, prompt.reading, own.tokens if own else 0
+        lm, reading, native = target.lm, prompt.reading, _tokens(own)
         earlier = own.snapshot.state.spans if own else ()
         cache = _cut(own, lm) if own else full_cache(lm.model.config)
         underway = _Underway(prompt.place(target.name), reading, cache, native, earlier)
@@ -424,6 +458,15 @@ class Switch:
             self._sessions.used(own.snapshot)
         told = begun(replace(plan, fallback=reason), target.name, None)
         return Started(ModelState(reading, done.cache, plan.spans), done.logits[-1], told)
+
+
+def _tokens(match: Match | None) -> int:
+    return match.tokens if match else 0
+
+
+def _longest(*matches: Match | None) -> Match | None:
+    """Return the match of the most tokens, the first of equal ones; None where there is none."""
+    return max((m for m in matches if m), key=lambda m: m.tokens, default=None)
 
 
 def _cut(match: Match, lm: LanguageModel) -> Any:
