@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kvlingo.alignment import align
-from kvlingo.cache import fork, full_cache, native_cache, owning_layers, truncate
+from kvlingo.cache import full_cache, native_cache, owning_layers
+from kvlingo.cache_writing import fork, truncate
 from kvlingo.errors import BadInput
 from kvlingo.execution import carry_out
 from kvlingo.handoff import HandOff, hand_off

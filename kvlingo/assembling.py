@@ -10,11 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvlingo.cache import (
-    KV,
-    concat,
-    read_cache,
-)
+from kvlingo.cache import read_cache
+from kvlingo.kv import KV, concat
 from kvlingo.language_model import (
     LanguageModel,
     native_layers,

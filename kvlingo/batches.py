@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlingo.cache import KV, full_cache, native_cache, read_cache, write_rows
+from kvlingo.cache import full_cache, native_cache, read_cache
+from kvlingo.cache_writing import write_rows
 from kvlingo.errors import BadInput, UnsupportedCache
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, cache_devices, read
 from kvlingo.probing import decoder_of, run
 

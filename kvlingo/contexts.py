@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kvlingo.batches import FILLER, Batch, join, prefill_batch, side_by_side
-from kvlingo.cache import fork, read_cache, take_row
+from kvlingo.cache import read_cache, take_row
+from kvlingo.cache_writing import fork
 from kvlingo.errors import KVLingoError
 from kvlingo.generation import Incremental, choose, end_ids, seeded
 from kvlingo.handoff import hand_off

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from kvlingo.alignment import align, last_at_source_start
 from kvlingo.assembling import assemble, continuation_logits
-from kvlingo.cache import KV, flatten_heads, split_heads
 from kvlingo.corpus import Example, examples, require_examples
 from kvlingo.environment import environment_card
 from kvlingo.errors import BadInput
+from kvlingo.kv import KV, flatten_heads, split_heads
 from kvlingo.language_model import LanguageModel, native_layers, prefill, read
 from kvlingo.metrics import ArmScores, DocumentScores, kl_nats, nll_nats, top1_agreement
 from kvlingo.plan import HandoffPlan, plan_handoff

@@ -21,13 +21,9 @@ from kvlingo.assembling import (
     translate,
 )
 from kvlingo.attention import shares_heads
-from kvlingo.cache import (
-    KV,
-    OpenCache,
-    read_cache,
-    view_cache,
-)
+from kvlingo.cache import read_cache, view_cache
 from kvlingo.errors import UnsupportedCache
+from kvlingo.kv import KV
 from kvlingo.language_model import (
     LanguageModel,
     cache_devices,
@@ -35,6 +31,7 @@ from kvlingo.language_model import (
     layer_weights,
     native_layers,
 )
+from kvlingo.open_cache import OpenCache
 from kvlingo.plan import HandoffPlan, reprefill_plan, with_anchors
 from kvlingo.recompute import reads_both_ends
 from kvlingo.states import (

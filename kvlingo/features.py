@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvlingo.cache import KV, flatten_heads
 from kvlingo.errors import IncompatiblePair
 from kvlingo.geometry import Geometry
+from kvlingo.kv import KV, flatten_heads
 
 MapKind = Literal["linear", "headwise", "lowrank"]
 MAP_KINDS: tuple[MapKind, ...] = ("linear", "headwise", "lowrank")

@@ -16,10 +16,10 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from kvlingo.cache import KV
 from kvlingo.errors import IncompatiblePair
 from kvlingo.features import Block, Repeated, TranslatorConfig
 from kvlingo.geometry import Geometry
+from kvlingo.kv import KV
 from kvlingo.maps import LayerMap, LowRankMap, Product, Side, head_columns, is_fast_in_bfloat16, paired_head
 from kvlingo.stats import column_ranges, runs
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kvlingo.anchors import PLACES, Anchors
 from kvlingo.assembling import assemble, continuation_logits, translate
-from kvlingo.cache import KV
 from kvlingo.calibration import map_weights, read_cost
 from kvlingo.corpus import Example
 from kvlingo.cost import SHORT_PASS_TOKENS, TargetCost, pass_flops, plan_flops
@@ -31,6 +30,7 @@ from kvlingo.evaluation import (
     wrong_document,
 )
 from kvlingo.execution import choose_anchors, middle_doubts
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.metrics import DocumentScores, estimates, nll_nats, paired_kl_ratio
 from kvlingo.plan import HandoffPlan, with_anchors

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kvlingo.batches import join, prefill_batch, row_kv, side_by_side
-from kvlingo.cache import read_cache, truncate
+from kvlingo.cache import read_cache
+from kvlingo.cache_writing import truncate
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import Provenance, Span, SpanKind, reprefill_plan

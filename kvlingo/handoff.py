@@ -15,9 +15,6 @@ import torch
 from torch import Tensor
 
 from kvlingo.anchors import Anchors
-from kvlingo.cache import (
-    OpenCache,
-)
 from kvlingo.confidence import Confidence
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.execution import (
@@ -28,6 +25,7 @@ from kvlingo.language_model import (
     prefill,
     prefill_in_parts,
 )
+from kvlingo.open_cache import OpenCache
 from kvlingo.plan import HandoffPlan, Span, SpanKind, plan_handoff, reprefill_plan, with_anchors
 from kvlingo.reading import Reading
 from kvlingo.recompute import read_both_ends

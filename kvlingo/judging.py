@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvlingo.assembling import assemble, continuation_logits
-from kvlingo.cache import KV
 from kvlingo.corpus import Example, examples
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.metrics import kl_nats
 from kvlingo.plan import HandoffPlan, plan_handoff

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvlingo.cache import KV, full_cache, native_cache, read_cache
+from kvlingo.cache import full_cache, native_cache, read_cache
 from kvlingo.errors import BadInput, UnsupportedModel
 from kvlingo.fingerprints import fingerprint
 from kvlingo.geometry import Geometry
+from kvlingo.kv import KV
 from kvlingo.probing import decoder_of, run
 from kvlingo.rope import Rotary
 from kvlingo.steps import Steps, finished, parts

@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kvlingo.cache import split_heads
 from kvlingo.features import TranslatorConfig
 from kvlingo.geometry import LayerGeometry
+from kvlingo.kv import split_heads
 
 Side = Literal["keys", "values"]
 

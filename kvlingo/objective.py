@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlingo.cache import KV
 from kvlingo.corpus import Example
 from kvlingo.judging import native_logits, translated_logits
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, read, with_vocabulary
 from kvlingo.metrics import kl_nats, masked_mean, nll_nats
 from kvlingo.predictions import KeptPredictions, Likeliest, kl_to_likeliest_nats

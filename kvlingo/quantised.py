@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvlingo.cache import KV
 from kvlingo.errors import BadInput
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel
 
 By = Literal["token", "channel"]

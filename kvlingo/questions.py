@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvlingo.alignment import align, last_at_source_start
 from kvlingo.assembling import continuation_logits
-from kvlingo.cache import KV
 from kvlingo.corpus import Example
 from kvlingo.evaluation import Arms
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.metrics import Estimate, cluster_bootstrap, estimates, nll_nats
 from kvlingo.reading import read_text

@@ -15,10 +15,13 @@ from torch.nn.functional import pad
 
 from kvlingo.anchors import Range
 from kvlingo.attention import heads_that_share
-from kvlingo.cache import KV, OpenCache, full_cache, owning_layers, read_cache, write_cache
+from kvlingo.cache import full_cache, owning_layers, read_cache
+from kvlingo.cache_writing import write_cache
 from kvlingo.errors import UnsupportedModel
 from kvlingo.geometry import LayerGeometry
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, cache_devices, prefill, read
+from kvlingo.open_cache import OpenCache
 from kvlingo.probing import decoder_of, run
 
 PROBED_TOKENS = 16

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlingo.cache import KV, full_cache, native_cache, owning_layers, write_cache
+from kvlingo.cache import full_cache, native_cache, owning_layers
+from kvlingo.cache_writing import write_cache
 from kvlingo.errors import UnsupportedModel
 from kvlingo.geometry import Geometry
+from kvlingo.kv import KV
 from kvlingo.probing import FAR, decoder_of, run
 from kvlingo.rope import Rotary
 

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlingo.cache import KV, can_cut, read_cache, truncate
+from kvlingo.cache import can_cut, read_cache
+from kvlingo.cache_writing import truncate
 from kvlingo.errors import UnsupportedCache
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.metrics import log_probabilities, nll_nats
 from kvlingo.plan import HandoffPlan

@@ -14,20 +14,10 @@ from torch import Tensor
 
 from kvlingo.alignment import align
 from kvlingo.batches import prefill_batch, side_by_side
-from kvlingo.cache import (
-    KV,
-    can_cut,
-    can_fork,
-    fork,
-    held_states,
-    is_in_place,
-    native_cache,
-    read_cache,
-    take_row,
-    truncate,
-    write_cache,
-)
+from kvlingo.cache import can_cut, held_states, is_in_place, native_cache, read_cache, take_row
+from kvlingo.cache_writing import can_fork, fork, truncate, write_cache
 from kvlingo.errors import BadInput, UnsupportedCache
+from kvlingo.kv import KV
 from kvlingo.language_model import (
     LanguageModel,
     cache_devices,

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvlingo.cache import KV
 from kvlingo.errors import IncompatiblePair
 from kvlingo.features import (
     MAP_KINDS,
@@ -33,6 +32,7 @@ from kvlingo.features import (
 )
 from kvlingo.folding import Folded, fold
 from kvlingo.geometry import Geometry
+from kvlingo.kv import KV
 from kvlingo.maps import (
     HeadwiseMap,
     LayerMap,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlingo.cache import KV, flatten_heads
 from kvlingo.errors import BadInput
+from kvlingo.kv import KV, flatten_heads
 from kvlingo.language_model import LanguageModel
 from kvlingo.plan import HandoffPlan
 from kvlingo.translator import Block, LayerMap, Translator, dense, embedded, feature_blocks

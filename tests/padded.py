@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlingo.batches import Batch, join, prefill_batch, read_batch
-from kvlingo.cache import KV
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel
 from tests import tiny
 

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 import kvlingo.recompute as recompute_module
 from kvlingo.anchors import Anchors, merged
 from kvlingo.assembling import assemble, continuation_logits, not_held
-from kvlingo.cache import KV, read_cache, write_cache
+from kvlingo.cache import read_cache
+from kvlingo.cache_writing import write_cache
 from kvlingo.errors import BadInput
 from kvlingo.handoff import hand_off
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.plan import HandoffPlan, Provenance, SpanKind, plan_handoff, with_anchors
 from kvlingo.recompute import at_once, in_turn, recompute, takes_masks

@@ -16,7 +16,8 @@ PACKAGE = REPO / "kvlingo"
 ORDER = re.findall(
     r"\w+",
     """
-    errors steps files processes gguf_header geometry attention rope cache correspondence spelling chat reading alignment probing
+    errors steps files processes gguf_header geometry attention rope kv cache cache_writing open_cache packing
+    correspondence spelling chat reading alignment probing
     selfcheck fingerprints language_model models outline batches anchors recompute pairing plan cost forecast traffic
     texts stats ridge features maps folding translator corpus metrics predictions trust confidence signs states
     assembling execution handoff generation
@@ -79,7 +80,16 @@ EXTRAS = {
 
 # Models, tokenizers and caches are objects of transformers only here; elsewhere they are seen
 # through these. The last one makes models from configs, with random weights, to be timed.
-MAY_IMPORT_TRANSFORMERS = {"attention", "cache", "models", "outline", "public_shapes"}
+MAY_IMPORT_TRANSFORMERS = {
+    "attention",
+    "cache",
+    "cache_writing",
+    "open_cache",
+    "packing",
+    "models",
+    "outline",
+    "public_shapes",
+}
 
 HEAVY = (
     "torch",

@@ -14,12 +14,13 @@ from torch import Tensor
 import kvlingo.batches as batches_module
 import kvlingo.collecting as collecting_module
 from kvlingo.batches import join, prefill_batch, read_batch, row_kv, side_by_side
-from kvlingo.cache import KV, native_cache, take_row
+from kvlingo.cache import native_cache, take_row
 from kvlingo.collecting import Collector
 from kvlingo.corpus import examples
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.generation import generate, generate_batch, grown
 from kvlingo.handoff import hand_off, hand_off_batch
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.shapes import FitOptions, base_config
 from kvlingo.states import ModelState, read_native_batch

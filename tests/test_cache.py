@@ -13,20 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvlingo.cache import (
-    KV,
-    can_fork,
-    concat,
-    flatten_heads,
-    fork,
-    full_cache,
-    native_cache,
-    read_cache,
-    split_heads,
-    write_cache,
-)
+from kvlingo.cache import full_cache, native_cache, read_cache
+from kvlingo.cache_writing import can_fork, fork, write_cache
 from kvlingo.errors import UnsupportedCache
 from kvlingo.handoff import hand_off
+from kvlingo.kv import KV, concat, flatten_heads, split_heads
 from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.states import read_native
 from kvlingo.translator import identity_translator

@@ -22,9 +22,11 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, QuantizedLayer
 
-from kvlingo.cache import KV, full_cache, native_cache, read_cache, truncate, write_cache
+from kvlingo.cache import full_cache, native_cache, read_cache
+from kvlingo.cache_writing import truncate, write_cache
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.handoff import hand_off
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.plan import SpanKind
 from kvlingo.states import ModelState, read_native

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvlingo.cache import KV
 from kvlingo.fingerprints import fingerprint
 from kvlingo.handoff import hand_off
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, layer_devices, prefill, read
 from kvlingo.states import target_cache
 from kvlingo.translator import Translator, TranslatorConfig, identity_translator

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvlingo.assembling import assemble, continuation_logits
-from kvlingo.cache import flatten_heads
 from kvlingo.errors import BadInput
 from kvlingo.evaluation import (
     Arms,
@@ -28,6 +27,7 @@ from kvlingo.evaluation import (
     wrong_document,
 )
 from kvlingo.fitting import Fit, control, fit
+from kvlingo.kv import flatten_heads
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.models import wrap
 from kvlingo.report import Report

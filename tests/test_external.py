@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvlingo.cache import KV
 from kvlingo.cli import main
 from kvlingo.errors import BadInput, IncompatiblePair, UnsupportedModel
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.manifest import plain
 from kvlingo.models import load_model

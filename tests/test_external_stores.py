@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvlingo.cache import KV
 from kvlingo.errors import BadInput
+from kvlingo.kv import KV
 from kvlingo.manifest import plain
 from kvlingo.serve.external import mooncake_store, redis_store
 from kvlingo.serve.external.carrying import fetch

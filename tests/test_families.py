@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from kvlingo.batches import join, prefill_batch, read_batch
-from kvlingo.cache import KV
 from kvlingo.errors import BadInput, UnsupportedCache, UnsupportedModel
 from kvlingo.facts import describe_pair
 from kvlingo.fitting import fit
 from kvlingo.generation import generate, generate_batch
 from kvlingo.geometry import LayerRope
 from kvlingo.handoff import hand_off, hand_off_batch
+from kvlingo.kv import KV
 from kvlingo.language_model import prefill, read, read_padded
 from kvlingo.models import load_model, wrap
 from kvlingo.outline import outline

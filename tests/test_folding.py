@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvlingo import folding
-from kvlingo.cache import KV
 from kvlingo.errors import IncompatiblePair
 from kvlingo.geometry import Geometry, LayerGeometry, LayerRope
+from kvlingo.kv import KV
 from kvlingo.translator import LayerMap, SplitMap, Translator, TranslatorConfig, embedded
 
 HIDDEN, VOCABULARY, TOKENS = 6, 11, 40

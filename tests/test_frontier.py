@@ -14,11 +14,11 @@ import torch
 import kvlingo.frontier as frontier_module
 from bench import tables
 from kvlingo.anchors import Anchors
-from kvlingo.cache import KV
 from kvlingo.cost import TargetCost, attention_flops, handoff_flops, pass_flops, plan_flops
 from kvlingo.errors import BadInput
 from kvlingo.evaluation import Controls, EvaluationOptions, choose_examples
 from kvlingo.frontier import FrontierOptions, Point, Sweep, frontier, points_of
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.metrics import nll_nats
 from kvlingo.plan import plan_handoff, reprefill_plan

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from kvlingo.assembling import assemble, continuation_logits
-from kvlingo.cache import KV, write_cache
+from kvlingo.cache_writing import write_cache
 from kvlingo.generation import generate
 from kvlingo.handoff import hand_off
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, first_layers, native_layers, prefill, read, read_sinks
 from kvlingo.plan import plan_handoff
 from kvlingo.rope import Rotary

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvlingo import cli, files
-from kvlingo.cache import KV
 from kvlingo.errors import BadArtifact, BadInput, IncompatiblePair
 from kvlingo.geometry import Geometry, LayerGeometry, LayerRope
 from kvlingo.handoff import hand_off
 from kvlingo.interchange import Naming, export_folder, import_folder, mapper_tensors, translator_of
 from kvlingo.jobs import Where
+from kvlingo.kv import KV
 from kvlingo.language_model import read
 from kvlingo.manifest import Manifest, ModelCard
 from kvlingo.mapper_files import MAPPER_FILES, read_mapper

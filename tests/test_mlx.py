@@ -33,8 +33,9 @@ from kvlingo import cli, mlx, mlx_bench, mlx_caches, mlx_models, mlx_rotation
 from kvlingo.alignment import align
 from kvlingo.assembling import assemble, not_held
 from kvlingo.assets import fetch_demo_models
-from kvlingo.cache import KV, read_cache
+from kvlingo.cache import read_cache
 from kvlingo.errors import BadInput, IncompatiblePair, KVLingoError, UnsupportedCache, UnsupportedModel
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel
 from kvlingo.manifest import Manifest, ModelCard
 from kvlingo.mlx import MlxModel, MlxTranslator, hand_off

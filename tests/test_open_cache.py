@@ -22,12 +22,15 @@ from kvlingo import folding
 from kvlingo.alignment import align
 from kvlingo.assembling import assemble
 from kvlingo.attention import SHARE_HEADS, heads_that_share
-from kvlingo.cache import KV, OpenCache, read_cache, tensors_of, view_cache, write_cache
+from kvlingo.cache import read_cache, tensors_of, view_cache
+from kvlingo.cache_writing import write_cache
 from kvlingo.errors import UnsupportedCache
 from kvlingo.execution import cut_middle
 from kvlingo.features import TranslatorConfig
 from kvlingo.handoff import HandOff, hand_off
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, cache_devices, prefill, read
+from kvlingo.open_cache import OpenCache
 from kvlingo.plan import Provenance, plan_handoff
 from kvlingo.recompute import opened_around, read_both_ends, reads_both_ends
 from kvlingo.states import ModelState, read_conversation, read_native

@@ -10,7 +10,8 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from kvlingo.cache import full_cache, owning_layers, write_cache
+from kvlingo.cache import full_cache, owning_layers
+from kvlingo.cache_writing import write_cache
 from kvlingo.errors import UnsupportedModel
 from kvlingo.language_model import LanguageModel, prefill, read
 from kvlingo.models import wrap

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvlingo.assets import fetch_demo_models
-from kvlingo.cache import write_cache
+from kvlingo.cache_writing import write_cache
 from kvlingo.errors import KVLingoError, UnsupportedModel
 from kvlingo.fitting import fit
 from kvlingo.handoff import hand_off

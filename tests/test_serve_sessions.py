@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from kvlingo.cache import append_row, can_cut, fork, holds_all, native_cache, stack_rows, tensors_of, truncate
+from kvlingo.cache import can_cut, holds_all, native_cache, tensors_of
+from kvlingo.cache_writing import append_row, fork, stack_rows, truncate
 from kvlingo.errors import UnsupportedCache
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import Provenance, Span, SpanKind, reprefill_plan

@@ -22,7 +22,8 @@ import torch
 
 import kvlingo.files as files
 import kvlingo.serve.shelf as shelving
-from kvlingo.cache import can_cut, cut_from, fork, read_cache, tensors_of
+from kvlingo.cache import can_cut, cut_from, read_cache, tensors_of
+from kvlingo.cache_writing import fork
 from kvlingo.errors import BadInput, UnsupportedCache
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import reprefill_plan
@@ -520,7 +521,7 @@ def test_a_label_that_is_no_label(tmp_path: Path) -> None:
 
 
 def test_a_quantised_layer_is_refused() -> None:
-    from kvlingo.cache import pack_cache
+    from kvlingo.packing import pack_cache
 
     class Quantised:
         keys = torch.zeros(1)

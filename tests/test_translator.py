@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvlingo.cache import KV
 from kvlingo.errors import IncompatiblePair
 from kvlingo.geometry import Geometry, LayerGeometry, LayerRope
+from kvlingo.kv import KV
 from kvlingo.translator import (
     LayerMap,
     Translator,

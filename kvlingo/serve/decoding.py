@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvlingo.batches import Batch, prefill_batch
-from kvlingo.cache import append_row, stack_rows
+from kvlingo.cache_writing import append_row, stack_rows
 from kvlingo.generation import grown
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.serve.protocol import Begun, Busy, Done, Event, Finish, Piece, Sampling, Unavailable

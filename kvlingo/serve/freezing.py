@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kvlingo.cache import Packed, cut_from, pack_cache, unpack_cache
+from kvlingo.cache import cut_from
 from kvlingo.errors import UnsupportedCache
 from kvlingo.language_model import LanguageModel, layer_devices
+from kvlingo.packing import Packed, pack_cache, unpack_cache
 from kvlingo.plan import Provenance, Span, SpanKind
 from kvlingo.reading import Reading
 from kvlingo.serve.sessions import exact_until

@@ -15,7 +15,8 @@ from weakref import WeakSet
 
 import torch
 
-from kvlingo.cache import can_cut, fork, truncate
+from kvlingo.cache import can_cut
+from kvlingo.cache_writing import fork, truncate
 from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.plan import reprefill_plan
 from kvlingo.reading import first_tokens

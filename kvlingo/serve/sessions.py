@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from kvlingo.cache import fork, holds_all, tensors_of
+from kvlingo.cache import holds_all, tensors_of
+from kvlingo.cache_writing import fork
 from kvlingo.geometry import Geometry
 from kvlingo.plan import Provenance, Span
 from kvlingo.states import ModelState

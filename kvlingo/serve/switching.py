@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from kvlingo.cache import can_cut, fork, full_cache, truncate
+from kvlingo.cache import can_cut, full_cache
+from kvlingo.cache_writing import fork, truncate
 from kvlingo.calibration import handoff_cost, read_cost
 from kvlingo.confidence import Confidence
 from kvlingo.cost import HandoffCost, Rates, TargetCost, handoff_flops, handoff_s, pass_flops, pass_s

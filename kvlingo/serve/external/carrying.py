@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvlingo.assembling import assemble, first_source_token
 from kvlingo.assembling import translate as translate_middle
-from kvlingo.cache import KV, concat
 from kvlingo.errors import IncompatiblePair, UnsupportedModel
 from kvlingo.geometry import Geometry
+from kvlingo.kv import KV, concat
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.manifest import ModelCard
 from kvlingo.models import load_model

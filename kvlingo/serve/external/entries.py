@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kvlingo.cache import KV
 from kvlingo.geometry import Geometry
+from kvlingo.kv import KV
 from kvlingo.manifest import content_hash, sealed
 from kvlingo.serve.external.refusals import Refused
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvlingo.cache import KV
+from kvlingo.kv import KV
 from kvlingo.serve.external.carrying import Carry, Side, Target, fetch, head_range, lifted, placed, translate
 from kvlingo.serve.external.entries import Entry, describe, pack, parse
 from kvlingo.serve.external.options import Options
