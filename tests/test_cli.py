@@ -224,6 +224,7 @@ def test_compress_makes_a_smaller_translator_that_is_judged_and_distilled_anew(
         (["--store", "float32"], "its weights are stored as float32, which float32 is not smaller than"),
         (["--rank", "4", "--flops", "0.5"], "give one of --budget-mb, --flops and --rank"),
         (["--budget-mb", "0.001"], "too small for 3 layers: one dim a layer takes"),
+        (["--weigh", "deviation", "--context", "512"], "--context, --weigh: of use only where maps lose rank"),
     ],
 )
 def test_compress_refuses(fitted: Path, tmp_path: Path, run: Run, flags: list[str], words: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +31,7 @@ from kvlingo.commands.options import (
     fractions,
     numbers,
 )
+from kvlingo.errors import BadInput
 
 
 def fit(
@@ -108,6 +109,19 @@ def fit(
     emit(result, as_json)
 
 
+def refuse_unused(bounds: Sequence[object], given: Mapping[str, object]) -> None:
+    """Refuse options that would do nothing: without a bound, only the numbers are stored in fewer bytes.
+
+    Raises `BadInput`.
+    """
+    unused = [name for name, value in given.items() if value]
+    if unused and all(bound is None for bound in bounds):
+        raise BadInput(
+            f"{', '.join(unused)}: of use only where maps lose rank; give --budget-mb, --flops, --rank or --text-rank too, or "
+            "leave it out"
+        )
+
+
 def compress(
     folder: Folder,
     out: Annotated[Path, typer.Option(help="Folder to save the smaller translator to.", show_default=False)],
@@ -125,11 +139,18 @@ def compress(
             show_default=False,
         ),
     ] = None,
-    context: Annotated[int, typer.Option(min=1, help="With --flops: tokens of a conversation.")] = 2048,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --flops: tokens of a conversation. Default: 2048.", show_default=False),
+    ] = None,
     weigh: Annotated[
-        Weighing,
-        typer.Option(help="What an error costs: what the target minds, by reading text; or all outputs alike, unread."),
-    ] = Weighing.sensitivity,
+        Weighing | None,
+        typer.Option(
+            help="What an error costs: what the target minds, by reading text; or all outputs alike, unread. Default: "
+            "sensitivity.",
+            show_default=False,
+        ),
+    ] = None,
     store: Annotated[Storage, typer.Option(help="How to store the weights.")] = Storage.bfloat16,
     source: Source = None,
     target: Target = None,
@@ -144,6 +165,8 @@ def compress(
         from kvlingo import compacting, jobs
         from kvlingo.compression import CompressOptions
 
+        bounds = (budget_mb, flops, rank, text_rank)
+        refuse_unused(bounds, {"--context": context, "--weigh": weigh, "--text": text})
         result = compacting.compress_folder(
             folder,
             out,
@@ -152,10 +175,10 @@ def compress(
                 flops_share=flops,
                 rank=rank,
                 text_rank=text_rank,
-                tokens=context,
                 storage=store.value,
+                **({} if context is None else {"tokens": context}),
             ),
-            weigh=weigh.value,
+            weigh=(weigh or Weighing.sensitivity).value,
             source_name=source,
             target_name=target,
             texts=text or [],
