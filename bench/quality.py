@@ -3,6 +3,7 @@
     python -m bench.quality fit        --direction smollm2-gemma --work DIR
     python -m bench.quality distill    --direction smollm2-gemma --work DIR --minutes 27
     python -m bench.quality distill    --direction smollm2-gemma --work DIR --control --steps N
+    python -m bench.quality distill    --direction smollm2-gemma --work DIR --longer --minutes 60
     python -m bench.quality evaluate   --direction smollm2-gemma --work DIR --context 192 --out results/NAME.json
     python -m bench.quality frontier   --direction smollm2-gemma --work DIR --lengths 192,1024 --out results/NAME.json
     python -m bench.quality confidence --direction smollm2-gemma --work DIR --lengths 192,1024 --out results/NAME.json
@@ -69,6 +70,16 @@ DISTILL = DistillOptions(
     context_tokens=(96, 192, 192, 256, 384, 768),
     continuation_tokens=96,
 )
+LONGER = replace(
+    DISTILL,
+    minutes=60.0,
+    context_tokens=(128, 256, 512, 1024, 1024, 1536),
+    continuation_tokens=192,
+    tails=(1, 1, 1, 4, 16),
+    judged_context=(192, 1024),
+    seed=1,
+)
+"""What goes on from `DISTILL`: at lengths where errors add up, and on more of each text."""
 
 
 def main() -> None:
@@ -98,6 +109,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tuned", type=Path, help="what `bench.sibling tune` made; the cache's if not given")
     parser.add_argument("--dtype", default="bfloat16" if torch.cpu._is_amx_tile_supported() else "float32")
     parser.add_argument("--control", action="store_true", help="distil the token-only control instead")
+    parser.add_argument("--longer", action="store_true", help="go on from the distilled translator, at greater lengths")
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--context", type=int, default=192)
@@ -194,9 +206,12 @@ def run_distill(arguments: argparse.Namespace) -> None:
     if stats is None:
         sys.exit("no statistics of this pair: run the fit step first")
     start, name = ("token_only", "token_only_distilled") if arguments.control else ("ridge", "distilled")
+    if arguments.longer:
+        start, name = name, f"{name}_longer"
     translator, _ = load_translator(arguments.work / start)
-    bounds = {"minutes": None if arguments.steps else arguments.minutes or DISTILL.minutes, "steps": arguments.steps}
-    options = replace(DISTILL, **bounds)
+    usual = LONGER if arguments.longer else DISTILL
+    bounds = {"minutes": None if arguments.steps else arguments.minutes or usual.minutes, "steps": arguments.steps}
+    options = replace(usual, **bounds)
     done = distill(
         translator.requires_grad_(True),
         source,
@@ -237,7 +252,7 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
 def made(work: Path) -> tuple[Translator, Controls]:
     """Load what the steps before made: the distilled translator (the ridge one without it), and all that stands beside it."""
     found: dict[str, Translator] = {}
-    for name in ("ridge", "distilled", "token_only", "no_text", "token_only_distilled"):
+    for name in ("ridge", "distilled", "distilled_longer", "token_only", "no_text", "token_only_distilled"):
         if (work / name).is_dir():
             found[name] = load_translator(work / name)[0].eval()
     translator = found.pop("distilled", None) or found["ridge"]
