@@ -135,6 +135,11 @@ def read_document(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise BadArtifact(f"{folder} is a file; give the folder that `kvlingo fit` wrote")
     file = folder / MANIFEST_FILE
+    if not file.is_file() and (folder / "work").is_dir():
+        raise BadArtifact(
+            f"{folder} has no {MANIFEST_FILE}: its fit was stopped before the end; run the same `kvlingo fit` again, which "
+            "goes on from what is kept there"
+        )
     if not file.is_file():
         raise BadArtifact(
             f"{folder} has no {MANIFEST_FILE}, so it is no translator; give the folder that `kvlingo fit` wrote"

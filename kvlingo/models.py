@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -187,20 +188,32 @@ def clear_load_errors(name: str, *, weights: bool = True) -> Iterator[None]:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:240]
         folder = Path(name)
         if folder.is_dir() and not (folder / "config.json").exists():
+            inside = next(iter(sorted(folder.glob("*.gguf"))), None)
+            instead = f"the file in it, {inside}" if inside else "a .gguf file"
             raise BadInput(
-                f"{name} has no config.json; give a folder made by save_pretrained, a .gguf file or a hub id"
+                f"{name} has no config.json; give a folder made by save_pretrained, {instead} or a hub id"
             ) from error
+        if folder.is_file():
+            raise BadInput(f"{name} is a file, but no .gguf file; give a model's folder or a hub id") from error
         if weights and folder.is_dir() and not any(folder.glob("*.safetensors")):
             raise BadInput(f"{name} holds no weights (*.safetensors); download the whole model") from error
         if folder.exists():
-            raise UnsupportedModel(f"{name} can't be loaded: {reason}; if it is damaged, download it again") from error
+            raise UnsupportedModel(
+                f"{name} can't be loaded: {reason.rstrip('.')}; if it is damaged, download it again"
+            ) from error
         if name.startswith(("/", "./", "../", "~")):
             raise BadInput(f"there is no {name}; give a model's folder, a .gguf file or a hub id") from error
         raise BadInput(
-            f"{name} is neither a folder nor a .gguf file, and can't be had from the model hub; "
-            "check the name and the network, or give its folder (--source and --target for a saved translator's models); "
-            f"{reason}"
+            f"{name} is neither a folder nor a .gguf file, and can't be had from the model hub "
+            f"({first_sentence(error)}); check the name and the network, or give its folder (--source and --target "
+            "for a saved translator's models)"
         ) from error
+
+
+def first_sentence(error: Exception) -> str:
+    """Return what a long error says first, without the addresses in it."""
+    said = re.split(r"(?<=\w)[.,:](?:\s|$)", " ".join(str(error).split()), maxsplit=1)[0]
+    return re.sub(r"'?https?://\S+", "the hub", said)[:160] or type(error).__name__
 
 
 def default_cache_dir() -> Path:

@@ -92,7 +92,9 @@ def read_recipe(file: Path) -> Recipe:
     """Read a recipe. Raises `BadInput` for a key that is not known: it would be ignored."""
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise BadInput(f"can't read the recipe {file}: {error.strerror}; see recipes/ for examples") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise BadInput(f"can't read the recipe {file}: {error}; see recipes/ for examples") from error
     refuse_unknown(data, TOP | SECTIONS, "the recipe")
     for key in ("source", "target", "dry_run"):

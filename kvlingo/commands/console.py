@@ -1,14 +1,16 @@
 """What commands print, and how they end: one line of error, one exit code.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 2 the input is at fault, 3 an evaluation's verdict
-is FAIL, 130 stopped by Ctrl-C.
+is FAIL, 130 stopped by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,11 +54,25 @@ class Stopped(Exception):
 
 @contextmanager
 def stoppable(kept: str) -> Iterator[None]:
-    """Turn Ctrl-C into one line that says what was kept."""
+    """Turn Ctrl-C, and a request to end, into one line that says what was kept."""
     try:
-        yield
+        with ended_like_ctrl_c():
+            yield
     except KeyboardInterrupt:
         raise Stopped(f"stopped: {kept}") from None
+
+
+@contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does; a server sets its own way to end after this."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def guarded(run: Callable[[], Any]) -> int:
@@ -83,7 +99,7 @@ def known_fault(error: Exception) -> int:
         if not error.format_message():  # no arguments at all: the help has been printed
             return BAD_INPUT
         advice = "" if "--help" in error.format_message() else "; see --help"
-        return complain(f"{error.format_message().rstrip('.')}{advice}", BAD_INPUT)
+        return complain(f"{error.format_message().rstrip('.?')}{advice}", BAD_INPUT)
     if type(error).__name__ == "Abort":
         return complain("stopped", STOPPED)
     if type(error).__name__ == "Exit":

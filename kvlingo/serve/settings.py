@@ -214,7 +214,8 @@ def read_value(name: str, value: Any, where: str) -> Any:
     try:
         return READERS[name](value)
     except (TypeError, ValueError) as error:
-        raise BadInput(f"{name} is {value!r} in {where}; {error}") from error
+        given = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+        raise BadInput(f"{name} is {given!r} in {where}; {error}") from error
 
 
 # --- types -----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def _rows(file: Path, row: Callable[[dict[str, Any]], Row]) -> Iterator[Row]:
     except UnicodeDecodeError as error:
         raise BadInput(f"{file} is not text in UTF-8; give one JSON object a line") from error
     except OSError as error:
-        raise BadInput(f"can't read {file}: {error.strerror}") from error
+        raise BadInput(f"can't read {file}: {error.strerror}; give a file with one JSON object a line") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -69,7 +69,9 @@ def read_rules(file: Path) -> Rules:
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise BadInput(f"can't read the rules in {file}: {error.strerror}") from error
+        raise BadInput(
+            f"can't read the rules in {file}: {error.strerror}; `kvlingo calibrate` writes such a file"
+        ) from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise BadInput(f"{file} is not TOML: {error}") from error
     unknown = sorted(set(table) - {"switch", "threshold", "cascade", "token"})
