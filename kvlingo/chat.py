@@ -43,18 +43,23 @@ def _text_part(part: Any) -> str:
 
 
 def ignored(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message]) -> str | None:
-    """Say what the tokenizer's template leaves out of a chat: its tools, or the calls in its messages; None: nothing.
+    """Say what the tokenizer's template leaves out of a chat: `tools`, or `tool_calls` or `name` of its messages; None: nothing.
 
-    The chat is rendered with and without them: a template that has no place for them writes the same text.
+    The chat is rendered with and without them: a template that has no place for them writes the same text. Which call a tool's
+    message answers (`tool_call_id`) is told by its place where a template does not write it.
     """
     chat = [plain_message(message) for message in messages]
-    silent = [{name: value for name, value in message.items() if name != "tool_calls"} for message in chat]
-    if not tools and silent == chat:
+    there = [field for field in ("tool_calls", "name") if any(field in message for message in chat)]
+    if not tools and not there:
         return None
     rendered = render(tokenizer, chat, True, tools)
     if tools and rendered == render(tokenizer, chat, True):
         return "tools"
-    return "messages" if silent != chat and rendered == render(tokenizer, silent, True, tools) else None
+    for field in there:
+        silent = [{name: value for name, value in message.items() if name != field} for message in chat]
+        if rendered == render(tokenizer, silent, True, tools):
+            return field
+    return None
 
 
 def writes_tool_call_tags(tokenizer: Any) -> bool:

@@ -21,6 +21,7 @@ from kvlingo.cost import MapRates, Rates, ReadingRates
 from kvlingo.errors import BadInput, IncompatiblePair
 from kvlingo.serve.decoding import FairQueue, Job, Lane
 from kvlingo.serve.engine import Limits, LocalEngine
+from kvlingo.serve.metrics import Figures, kind_of
 from kvlingo.serve.protocol import (
     Begun,
     Busy,
@@ -55,6 +56,7 @@ from tests.serving import (
 )
 
 LM = tiny.language_model("llama")
+IDENTITY = identity_translator(LM.geometry, torch.float64)
 TEMPLATE_WITH_TOOLS = (
     "{% if tools %}{% for tool in tools %}<{{ tool['name'] }}>{% endfor %}{% endif %}"
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
@@ -324,6 +326,54 @@ def test_where_one_translator_fails_the_next_source_is_translated_from(caplog: p
     assert (found.begun.source, found.begun.fallback) == ("b", None)
     assert found.begun.translated_tokens > 0
     assert "a translation failed" in caplog.text
+
+
+def test_a_switch_that_is_read_again_is_told_as_one() -> None:
+    """By rule, because it was asked for, or because there is no way: nothing failed, and it is a switch all the same."""
+    with closing(LocalEngine(dict.fromkeys("abc", LM), [Link("a", "b", IDENTITY)])) as engine:
+        (first,) = ask(engine, request_for(LM, "a", talk(2)))
+        switches = {
+            "reading so little again costs no more, and is exact": request_for(LM, "b", talk(2)),
+            "there is no translator from a to c": request_for(LM, "c", talk(2)),
+        }
+        for why, request in switches.items():
+            (found,) = ask(engine, request)
+            assert (found.begun.switched_from, found.begun.fallback) == ("a", None)
+            assert found.begun.reread == why
+            assert kind_of(found.begun) == "reprefill"
+        (again,) = ask(engine, request_for(LM, "b", talk(2)))
+        (other,) = ask(engine, request_for(LM, "b", "something else", tenant="t"))
+    with twin_engine() as (engine, lm):
+        ask(engine, request_for(lm, "a", talk(2)))
+        (asked,) = ask(engine, request_for(lm, "b", talk(2), dial=Dial("reprefill")))
+        (back,) = ask(engine, request_for(lm, "a", talk(3)))
+        (moved,) = ask(engine, request_for(lm, "b", talk(3)))
+    assert (asked.begun.switched_from, asked.begun.reread) == ("a", "a re-prefill was asked for")
+    assert (moved.begun.switched_from, moved.begun.reread, kind_of(moved.begun)) == ("a", None, "translate")
+    for stayed in (first, again, other, back):
+        assert (stayed.begun.switched_from, stayed.begun.reread, kind_of(stayed.begun)) == (None, None, "none")
+
+
+@pytest.mark.parametrize("field", ["name", "tool_calls"])
+def test_what_a_template_leaves_out_of_messages_is_refused(field: str) -> None:
+    value = {"name": "Ida", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}[field]
+    messages = [user("hi"), {"role": "assistant", "content": "ho", field: value}, user("and?")]
+    with twin_engine() as (engine, lm), pytest.raises(Unsupported, match="has no place for") as caught:
+        ask(engine, request_for(lm, "a", messages))
+    assert caught.value.param == "messages"
+
+
+def test_reasons_have_labels_of_their_own() -> None:
+    counted = Figures(dict)
+    reasons = {
+        "nothing between": "no tokens lie between 1 first and 30 last ones",
+        "no source": "no model with a translator to b has read more of this conversation",
+        "translator refused": "the translator from a: its report says FAIL",
+        "doubted": "this hand-over looks bad: it is bad with probability 0.9",
+        "RuntimeError": "RuntimeError: the translation failed; the server's log says where",
+        "other": "a sentence that nobody knows",
+    }
+    assert {reason: counted.reason_class(text) for reason, text in reasons.items()} == {r: r for r in reasons}
 
 
 def test_a_refused_translator_is_not_used_and_says_why() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -24,6 +25,7 @@ from kvlingo.serve.replies import Fault, chat_logprob, finite, text_shape
 from kvlingo.serve.settings import Settings
 from kvlingo.serve.speaking import Line, Stalled
 from tests.fake_engine import FakeEngine, Serving, serving
+from tests.serving import twin_engine
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "hello"}]}
@@ -128,9 +130,7 @@ def test_a_body_that_does_not_come_is_a_408(served: Serving[FakeEngine], engine:
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
         connection.sendall(head_of(100) + b"{")
         answer = ""
-        while '"code"' not in answer:  # head and body may come apart
-            piece = connection.recv(65536).decode()
-            assert piece, answer
+        while piece := connection.recv(65536).decode():  # until it is closed: what came would be taken for a request
             answer += piece
     assert answer.startswith("HTTP/1.1 408")
     assert '"code":"request_timeout"' in answer
@@ -169,6 +169,30 @@ def test_the_description_names_every_field(http: httpx.Client) -> None:
     fields = openapi["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]
     assert {"messages", "max_completion_tokens", "kvlingo"} <= set(fields["properties"])
     assert fields["additionalProperties"] is False
+
+
+FULL_CHAT = {
+    **BODY,
+    "tools": [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+}
+FORMED_CHAT = {
+    **BODY,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
+}
+
+
+@pytest.mark.parametrize("body", [FULL_CHAT, FORMED_CHAT], ids=["tools", "response_format"])
+def test_the_description_allows_what_is_supported(http: httpx.Client, body: dict[str, Any]) -> None:
+    """What is refused for asking for something stands beside it, and hides no field that is known."""
+    schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    form = {"$ref": "#/components/schemas/ChatBody", "components": {"schemas": schemas}}
+    jsonschema.validate(body, form)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**body, "audio": {"voice": "alloy"}}, form)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**body, "tools": [{"type": "function"}]}, form)
 
 
 def test_probes(http: httpx.Client) -> None:
@@ -574,6 +598,24 @@ def test_sigterm_lets_running_answers_end_and_takes_no_more() -> None:
         assert not running.thread.is_alive()
     assert engine.drained
     assert engine.cancelled == 0
+
+
+@pytest.mark.parametrize("fields", [{"n": 16}, {"n": 2}])
+def test_all_choices_of_an_answer_that_was_taken_end(fields: dict[str, Any]) -> None:
+    """Choices begin when the first one has, and some wait for others to end: none of them is a new request."""
+    with twin_engine() as (local, _), serving(local, Settings(drain_s=30)) as running:
+        whole = {"messages": [{"role": "user", "content": "x " * 40}], "model": "a", "max_tokens": 40, "seed": 1}
+        with (
+            httpx.Client(base_url=running.url, timeout=60) as http,
+            http.stream("POST", CHAT, json={**whole, **fields, "stream": True}) as response,
+        ):
+            lines = response.iter_lines()
+            running.server.handle_exit(signal.SIGTERM, None)
+            chunks = [line for line in lines if line]
+        running.thread.join(timeout=10)
+    assert chunks[-1] == "data: [DONE]", chunks[-1]
+    ended = [choice for line in chunks[:-1] for choice in json.loads(line[6:])["choices"] if choice["finish_reason"]]
+    assert sorted(choice["index"] for choice in ended) == list(range(fields["n"]))
 
 
 def test_an_answer_that_outlasts_the_drain_is_cut(tmp_path: object) -> None:

@@ -30,6 +30,10 @@ OPEN = {"/", "/healthz", "/readyz"}
 
 LOG = logging.getLogger("kvlingo.serve")
 NOTE = "kvlingo.note"
+EXTRA_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},  # the rest of the body would be taken for the next request
+}
 GONE = 499
 """The status of a request whose client went away before there was one."""
 
@@ -57,7 +61,7 @@ def json_bytes(value: Any) -> bytes:
 
 def fault_response(fault: Fault) -> Response:
     """Return an error as a response."""
-    headers = fault.headers() | ({"WWW-Authenticate": "Bearer"} if fault.status == 401 else {})
+    headers = fault.headers() | EXTRA_HEADERS.get(fault.status, {})
     return Response(json_bytes(fault.body()), fault.status, headers, "application/json")
 
 

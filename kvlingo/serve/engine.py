@@ -261,7 +261,7 @@ class LocalEngine:
         if limit is not None and len(prompt.reading) >= limit:
             raise TooLong(len(prompt.reading), limit)
         self._switch.recall(prompt)
-        return prompt
+        return self._switch.as_others_read(prompt)
 
     def _start(self, prompt: Prompt) -> Steps[Started]:
         started = yield from self._switch.start(prompt)
@@ -342,10 +342,11 @@ def _check_tools(request: Request, lm: LanguageModel) -> None:
         if request.tools:
             raise Unsupported("tools", "a text has no place for tools")
         return
-    param = ignored(lm.tokenizer, request.prompt, request.tools)
-    if param is not None:
-        what = "tools" if param == "tools" else "tool_calls"
-        raise Unsupported(param, f"the chat template of {request.model} has no place for {what}")
+    what = ignored(lm.tokenizer, request.prompt, request.tools)
+    if what is not None:
+        told = "the name of a message" if what == "name" else what
+        param = "tools" if what == "tools" else "messages"
+        raise Unsupported(param, f"the chat template of {request.model} has no place for {told}")
 
 
 def _check_dial(request: Request) -> None:

@@ -14,6 +14,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -48,6 +49,7 @@ BODIES: dict[str, type[Common]] = {CHAT: ChatBody, TEXT: CompletionBody}
 PROMPT_FIELDS = {CHAT: "messages", TEXT: "prompt"}
 ROUTES = (CHAT, TEXT, "/v1/models", "/healthz", "/readyz", "/metrics", "/openapi.json", "/")
 AWAY_RETRY_S = 5.0
+POLL_S = 0.02
 DISCARDED_BYTES = 64_000_000
 """So much of a body that is too large is read and thrown away, so that its client sees the answer and not a broken pipe."""
 
@@ -62,9 +64,12 @@ class Gateway:
         self.draining = False
 
     async def drain(self) -> None:
-        """Take no more requests and wait for those that run."""
+        """Take no more requests and wait for those that were taken, with all choices of theirs that have yet to begin."""
         self.draining = True
-        await self.engine.drain(self.settings.drain_s)
+        until = time.monotonic() + self.settings.drain_s
+        while self.setting.replies and time.monotonic() < until:
+            await asyncio.sleep(POLL_S)
+        await self.engine.drain(max(until - time.monotonic(), 0.0))
 
     def model(self, name: str) -> ModelInfo:
         """Return a model by name."""
@@ -269,7 +274,8 @@ def with_bodies(openapi: dict[str, Any]) -> dict[str, Any]:
         [(kind, "validation") for kind in BODIES.values()], ref_template="#/components/schemas/{model}"
     )
     for kind in BODIES.values():
-        schemas["$defs"][kind.__name__]["properties"] |= described_neutral()
+        properties = schemas["$defs"][kind.__name__]["properties"]
+        schemas["$defs"][kind.__name__]["properties"] = described_neutral() | properties
     known = openapi.setdefault("components", {}).setdefault("schemas", {})
     known.update(schemas["$defs"] | {"Fault": FAULT})
     return openapi

@@ -15,6 +15,14 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 REASON = re.compile(r"([A-Za-z_][\w -]{0,39}):")
 MOST_REASONS = 32
+KNOWN_REASONS = {
+    "no tokens lie between": "nothing between",
+    "anchors cover everything": "nothing between",
+    "no model with a translator": "no source",
+    "the translator from": "translator refused",
+    "this hand-over looks bad": "doubted",
+}
+"""Reasons that are sentences, by how they begin; all others begin with a word and a colon."""
 
 
 class EngineFigures(Collector):
@@ -61,9 +69,10 @@ class Figures:
             self.fallbacks.labels(self.reason_class(begun.fallback)).inc()
 
     def reason_class(self, reason: str) -> str:
-        """Return the word before the colon of a reason, so that labels stay few; "other" for the rest."""
+        """Return what kind of reason it is, so that labels stay few: a known one, or the word before the colon, or "other"."""
         found = REASON.match(reason)
-        name = found[1].strip() if found else "other"
+        known = (kind for begins, kind in KNOWN_REASONS.items() if reason.startswith(begins))
+        name = next(known, found[1].strip() if found else "other")
         if name not in self.reasons and len(self.reasons) >= MOST_REASONS:
             return "other"
         self.reasons.add(name)
@@ -78,4 +87,4 @@ def kind_of(begun: Begun) -> str:
     """Name how a model came to know a prompt: from another's cache, by reading again at a switch, or without a switch."""
     if begun.translated_tokens:
         return "translate"
-    return "reprefill" if begun.source or begun.fallback else "none"
+    return "reprefill" if begun.switched_from or begun.source or begun.fallback else "none"

@@ -96,6 +96,8 @@ class Begun:
         recomputed_tokens: the rest: sinks, tail, re-prefill.
         hops: how often the least trusted span was translated.
         fallback: why nothing was translated although it was to be, or None.
+        switched_from: the model that had read most of this conversation, and more of it than this one held; None: no switch.
+        reread: why a switch was read again although nothing failed, or None.
         route: how this model was chosen; None where the request named it.
         calls: whether the answer's text may hold calls of tools in a form that is known (`calls.py`).
     """
@@ -110,6 +112,8 @@ class Begun:
     fallback: str | None
     route: Route | None = None
     calls: bool = False
+    switched_from: str | None = None
+    reread: str | None = None
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,8 @@ class Tally:
             "hops": max(begun.hops for begun in firsts),
             "source": next((begun.source for begun in firsts if begun.source), None),
             "fallback": next((begun.fallback for begun in firsts if begun.fallback), None),
+            "switched_from": next((begun.switched_from for begun in firsts if begun.switched_from), None),
+            "reread": next((begun.reread for begun in firsts if begun.reread), None),
             "ttft_ms": round(min((done.ttft_ms for done in self.first_ends()), default=0.0), 3),
             "queue_ms": round(min((done.queue_ms for done in self.first_ends()), default=0.0), 3),
             **self.parts(),

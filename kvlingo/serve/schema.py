@@ -162,7 +162,7 @@ class JsonSchema(Strict):
     """A schema with a name. `strict` or not, the answer keeps to it."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    description: str | None = None
+    description: None = None
     form: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import Response
@@ -33,12 +33,13 @@ KEEPALIVE = b": keepalive\n\n"
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a reply is made: the engine, the figures, and how long it waits for either side."""
+    """Where a reply is made: the engine, the figures, how long it waits for either side, and which replies are under way."""
 
     engine: Engine
     figures: Figures
     keepalive_s: float
     stall_s: float
+    replies: set[Reply] = field(default_factory=set)
 
 
 class Stalled(Exception):
@@ -59,6 +60,14 @@ class Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reply, and write down how it went."""
+        self.setting.replies.add(self)
+        try:
+            await self.reply(scope, receive, send)
+        finally:
+            self.setting.replies.discard(self)
+
+    async def reply(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Reply as long as the client is there."""
         note = note_of(scope)
         note.facts |= {"stream": self.asked.stream, "choices": self.lanes}
         speak = self.stream if self.asked.stream else self.whole

@@ -230,12 +230,52 @@ class Switch:
             if state is not None:
                 self._sessions.keep(place, state, source.geometry)
 
+    def as_others_read(self, prompt: Prompt) -> Prompt:
+        """Return a prompt with its readings by the other models that hold anything of its place."""
+        others = dict[str, Reading]()
+        for name, side in self._sides.items():
+            if name == prompt.request.model or not self._sessions.holds(prompt.place(name)):
+                continue
+            try:
+                others[name] = _render(prompt.request, side.lm, add_generation_prompt=False)
+            except KVLingoError:  # its template can't render what the target's can: it has not read this
+                continue
+        return replace(prompt, others={**others, **prompt.others})
+
     def start(self, prompt: Prompt) -> Steps[Started]:
-        """Return a state that holds the whole prompt, and the logits of the next token.
+        """Return a state that holds the whole prompt, and the logits of the next token."""
+        target = self._sides[prompt.request.model]
+        left = self._switched_from(prompt, target)
+        started = yield from self._start(prompt, target)
+        begun = replace(started.begun, switched_from=left)
+        if left is not None and not begun.translated_tokens and not begun.fallback:
+            begun = replace(begun, reread=self._why_reread(left, target.name, prompt.request.dial.mode))
+        return replace(started, begun=begun)
+
+    def _switched_from(self, prompt: Prompt, target: Side) -> str | None:
+        """Return who has read the most of a conversation, where that is most of it and more than the target holds."""
+        own = self._own(prompt, target)
+        most, who = max(0.5, _tokens(own) / len(prompt.reading)), None
+        for name, reading in prompt.others.items():
+            found = self._sessions.find(prompt.place(name), reading.ids)
+            share = max((m.tokens for m in found), default=0) / max(len(reading), 1)
+            if share > most:
+                most, who = share, name
+        return who
+
+    def _why_reread(self, source: str, target: str, mode: Mode) -> str:
+        """Say why nothing was translated although there was a switch, and nothing failed."""
+        if mode == "reprefill":
+            return "a re-prefill was asked for"
+        if not any((link.source, link.target) == (source, target) for link in self._links):
+            return f"there is no translator from {source} to {target}"
+        return "reading so little again costs no more, and is exact"
+
+    def _start(self, prompt: Prompt, target: Side) -> Steps[Started]:
+        """Translate, or read.
 
         What others hold is looked at before anybody is waited for: a translation does not wait for a reader of the same.
         """
-        target = self._sides[prompt.request.model]
         own = self._held(prompt, target)
         ways, reason = self._ways(prompt, target, own)
         if not ways:
