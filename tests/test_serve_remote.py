@@ -100,6 +100,8 @@ def test_a_switch_passes_the_cache_id_along_and_tells_the_tokens_right() -> None
             "hops": 0,
             "source": None,
             "fallback": None,
+            "switched_from": None,
+            "reread": None,
             "ttft_ms": 0,
             "queue_ms": 0,
         }

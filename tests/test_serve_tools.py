@@ -62,7 +62,7 @@ def model(template: str | None) -> LanguageModel:
         (None, [user("hi")], [], None),
         (None, [user("hi")], [TOOL], "tools"),
         (MENTIONS_TOOLS, [user("hi")], [TOOL], "tools"),
-        (None, WITH_CALL, [], "messages"),
+        (None, WITH_CALL, [], "tool_calls"),
     ],
 )
 def test_what_a_template_leaves_out_is_known_by_rendering(

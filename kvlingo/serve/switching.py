@@ -37,6 +37,8 @@ LOG = logging.getLogger(__name__)
 REPREFILL_UP_TO = 512
 TRANSLATE_FROM = 2048
 PART_TOKENS = 512
+OPENING_TOKENS = 32
+"""At most so many tokens open the answer, which the target's reading ends in and no other one does."""
 READ = "the model read it"
 
 
@@ -254,13 +256,13 @@ class Switch:
 
     def _switched_from(self, prompt: Prompt, target: Side) -> str | None:
         """Return who has read the most of a conversation, where that is most of it and more than the target holds."""
-        own = self._own(prompt, target)
-        most, who = max(0.5, _tokens(own) / len(prompt.reading)), None
+        tokens = len(prompt.reading)
+        most, who = max(tokens // 2, _tokens(self._own(prompt, target)) + OPENING_TOKENS), None
         for name, reading in prompt.others.items():
             found = self._sessions.find(prompt.place(name), reading.ids)
-            share = max((m.tokens for m in found), default=0) / max(len(reading), 1)
-            if share > most:
-                most, who = share, name
+            read = tokens * max((m.tokens for m in found), default=0) // max(len(reading), 1)
+            if read > most:
+                most, who = read, name
         return who
 
     def _why_reread(self, source: str, target: str, mode: Mode) -> str:
@@ -412,7 +414,9 @@ class Switch:
             return tokens * match.tokens // len(reading) - max(native, tokens * untrusted // len(reading))
 
         best = max(found, key=spared, default=None)
-        if best is None or spared(best) <= 0:
+        # Two models of one answer read it alike; else the target's reading is longer by what opens the answer.
+        least = OPENING_TOKENS if native and prompt.request.help is None else 0
+        if best is None or spared(best) <= least:
             return None
         dial, watch, unread = prompt.request.dial, link.confidence, tokens - tokens * best.tokens // len(reading)
         tail = max(dial.tail, watch.tail if watch else 0, unread)
