@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from kvlingo import __version__
 
 
 def environment_card() -> dict[str, Any]:
@@ -28,9 +31,34 @@ def environment_card() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": installed_version("transformers"),
-        "kvlingo": installed_version("kvlingo"),
+        "kvlingo": __version__,
+        "commit": commit_of(Path(__file__).parents[1]),
+        "load": load_average(),
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def commit_of(repo: Path) -> str | None:
+    """Return which commit the package runs from, with a + where its sources are not those; None outside a clone."""
+    if not (repo / ".git").exists():
+        return None
+    try:
+        asked = [("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--", "kvlingo", "bench")]
+        commit, changed = (
+            subprocess.run(["git", "-C", str(repo), *words], capture_output=True, text=True, check=True).stdout.strip()
+            for words in asked
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + "+" * bool(changed)
+
+
+def load_average() -> float | None:
+    """Return how many threads wanted a core on average in the last minute, ours too: above the cores, a time is no time."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except OSError:
+        return None
 
 
 def cpu_model() -> str | None:

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import platform
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvlingo.environment import environment_card
+from kvlingo.environment import commit_of, environment_card
 from kvlingo.errors import BadArtifact, BadInput
 from kvlingo.metrics import ArmScores, DocumentScores
 from kvlingo.report import ARMS, CONTROLS, Report, plain
@@ -334,12 +335,32 @@ def test_markup_in_names_is_printed_as_it_is() -> None:
     assert "FAIL: translated does not beat token_only (KL difference -" in rendered(report, 200)
 
 
+def test_a_commit_is_told_with_whether_its_sources_were_changed(tmp_path: Path) -> None:
+    assert commit_of(tmp_path) is None
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=n", "-c", "user.email=e"]
+        return subprocess.run(["git", "-C", tmp_path, *who, *words], capture_output=True, text=True, check=True).stdout
+
+    git("init", "-q")
+    (tmp_path / "kvlingo").mkdir()
+    (tmp_path / "kvlingo" / "a.py").write_text("1\n")
+    git("add", "-A")
+    git("commit", "-qm", "one")
+    commit = git("rev-parse", "--short=12", "HEAD").strip()
+    assert commit_of(tmp_path) == commit
+    (tmp_path / "notes.txt").write_text("no source\n")
+    assert commit_of(tmp_path) == commit
+    (tmp_path / "kvlingo" / "a.py").write_text("2\n")
+    assert commit_of(tmp_path) == f"{commit}+"
+
+
 def test_environment_card_names_the_software_and_not_the_machine() -> None:
     card = environment_card()
     assert card["torch"] == str(torch.__version__)
     assert card["cores"] >= 1
     assert card["threads"] >= 1
-    assert set(card) >= {"cpu", "memory_bytes", "python", "transformers", "kvlingo", "date"}
+    assert set(card) >= {"cpu", "memory_bytes", "python", "transformers", "kvlingo", "commit", "load", "date"}
     text = json.dumps(card)
     assert str(Path.home()) + "/" not in text
     if len(platform.node()) > 3:
