@@ -42,6 +42,8 @@ MODES = ("translate", "reprefill", "ahead")
 DIALS = {"translate": {"mode": "translate"}, "reprefill": {"mode": "reprefill"}, "ahead": {}}
 QUESTION = "Go on in the same manner."
 SECONDS = 600.0
+ENOUGH = 6.0
+"""How many times longer a re-prefill is to take than a translation, in the middle of the conversations."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Turn:
     ready_ms: float | None = None
 
 
-def main() -> None:
-    """Measure and print one record."""
+def main() -> int:
+    """Measure and print one record; fail where a hand-over is not so much faster as it is to be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--translator", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=default_cache_dir())
@@ -84,6 +86,7 @@ def main() -> None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(line + "\n", encoding="utf-8")
     print(line)
+    return 0 if record["ratios"]["translate"]["median"] >= ENOUGH else 1
 
 
 def load_both(arguments: argparse.Namespace) -> dict[str, LanguageModel]:
@@ -212,4 +215,4 @@ def ratio_of(times: list[float], reprefill: list[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

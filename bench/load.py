@@ -46,7 +46,7 @@ FLAT = 0.05
 """So far may memory be from the median of the last half."""
 SAMPLES = 40
 ENOUGH = 0.8
-"""HTTP is to reach this share of the engine's throughput. Told, not enforced: it depends on the machine."""
+"""HTTP is to reach this share of the engine's throughput in the middle of the rounds, or the command fails; no test asks for it."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def main() -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(line + "\n", encoding="utf-8")
     print(line)
-    return 0 if all(record["checks"].values()) else 1
+    reached = record["throughput"]["ratio"] >= ENOUGH
+    return 0 if reached and all(record["checks"].values()) else 1
 
 
 def parse() -> tuple[Size, Path | None]:
