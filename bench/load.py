@@ -46,7 +46,7 @@ FLAT = 0.05
 """So far may memory be from the median of the last half."""
 SAMPLES = 40
 ENOUGH = 0.8
-"""HTTP is to reach this share of the engine's throughput in the middle of the rounds, or the command fails; no test asks for it."""
+"""HTTP is to reach this share of the engine's throughput in the median, or the command fails; no test asks for it."""
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def run_demo(
         plan = replace(plan, distill=replace(plan.distill, minutes=minutes))
     cache, clock = cache_dir or default_cache_dir(), Clock(tell)
     quiet_loading()
-    with clock.stage("fetching and converting the models"):
+    with clock.stage("fetching and converting the models, where that has not been done before"):
         folders = folders or fetch(cache)
     apart = reserve(documents if documents is not None else default_documents())
     work = cache / "demo" / f"work-{__version__}-{'both' if plan.both_ways else 'one'}"
@@ -190,6 +190,9 @@ def run_demo(
     shutil.rmtree(work, ignore_errors=True)
     for one in made:
         console.print(f"saved {one.folder}: try kvlingo handoff {one.folder} FILE", highlight=False, soft_wrap=True)
+    translators = " ".join(f"--translator {one.folder}" for one in made)
+    served = f"kvlingo serve --model small={folders[0]} --model big={folders[1]} {translators}"
+    console.print(f"chat with both, and switch between them: {served}", highlight=False, soft_wrap=True)
     return summary(reports, times, turns, clock)
 
 

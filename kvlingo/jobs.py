@@ -129,6 +129,7 @@ def fit_pair(
         processes.refuse_more_than(len(documents), "texts")
     with forget_on_refusal(out) if processes.is_first else nullcontext():
         with processes.agreed():
+            tell(f"loading {source_name} and {target_name}")
             source, target = load_pair(source_name, target_name, where)
         processes.require_alike(
             {
