@@ -399,8 +399,9 @@ def listen(settings: Settings) -> socket.socket:
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
+        why = (error.strerror or str(error)).partition(" (")[0]  # Python tells the address once more
         raise BadInput(
-            f"can't listen on {settings.host}, port {settings.port}: {error.strerror or error}; choose another with --port"
+            f"can't listen on {settings.host}, port {settings.port}: {why}; choose another with --port"
         ) from error
 
 
