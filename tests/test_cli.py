@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -772,6 +773,30 @@ def test_a_full_disk_while_distilling(fitted: Path, tmp_path: Path, run: Run, mo
     assert_refused(ran, "no space left")
     assert {name: (there / name).read_bytes() for name in ARTIFACT} == before
     assert "ridge" not in names_in(there)
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(tmp_path: Path, run: Run, monkeypatch: Any) -> None:
+    """A folder whose fit was stopped says so when it is used, and nothing else answers to the signal afterwards."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("kvlingo.jobs.fit_pair", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    ran = run("fit", "a", "b", "--out", tmp_path / "out")
+    assert ran.code == 130
+    assert ran.err.rstrip("\n").splitlines()[-1].startswith("kvlingo: stopped: the statistics so far are kept in")
+    assert signal.getsignal(signal.SIGTERM) is before
+    (tmp_path / "out" / "work").mkdir(parents=True)
+    assert_refused(run("info", tmp_path / "out"), "its fit was stopped before the end")
+
+
+def test_what_is_no_model_is_told_in_one_sentence(tmp_path: Path, run: Run) -> None:
+    text, folder = tmp_path / "notes.txt", tmp_path / "folder"
+    text.write_text("hello")
+    folder.mkdir()
+    (folder / "model-q8.gguf").write_bytes(b"GGUF")
+    assert_refused(run("info", text, text), "is a file, but no .gguf file")
+    assert_refused(run("info", folder, folder), "the file in it, ")
+    hub = run("info", "no-such/model", "no-such/model").err
+    assert "can't be had from the model hub" in hub
+    assert "http" not in hub
 
 
 def test_ctrl_c_keeps_statistics_and_goes_on(pair: SimpleNamespace, tmp_path: Path, run: Run, monkeypatch: Any) -> None:
