@@ -214,6 +214,28 @@ def test_compose_says_the_same_as_kubernetes() -> None:
         assert [[Path(x).name for x in each] for each in places] == [[Path(x).name for x in places[0]]] * 2
 
 
+def test_the_production_stack_gets_what_our_manifests_give() -> None:
+    """The chart writes `vllm serve MODEL`, host and port itself; the rest of the arguments, and the store, are the same."""
+    told = yaml.safe_load((FOLDER / "production-stack.values.yaml").read_text(encoding="utf-8"))
+    models = told["servingEngineSpec"]["modelSpec"]
+    assert [model["name"] for model in models] == list(ENGINES)
+    for model in models:
+        ours = container(ENGINES[model["name"]])
+        wanted = flags(ours["args"])
+        assert f"{model['repository']}:{model['tag']}" == ours["image"]
+        assert model["modelURL"] == wanted.pop("model")
+        assert str(told["servingEngineSpec"]["containerPort"]) == wanted.pop("port")
+        given = flags(model["vllmConfig"]["extraArgs"])
+        assert json.loads(given.pop("kv-transfer-config")) == json.loads(wanted.pop("kv-transfer-config"))
+        assert given == wanted
+        mounted = {mount["name"]: mount["mountPath"] for mount in model["extraVolumeMounts"]}
+        assert mounted == {"store": "/store", "cache": "/cache"}
+        assert {volume["name"] for volume in model["extraVolumes"]} == set(mounted)
+        claim = next(v["persistentVolumeClaim"]["claimName"] for v in model["extraVolumes"] if v["name"] == "store")
+        assert named("PersistentVolumeClaim", claim)
+    assert told["routerSpec"] == {"enableRouter": False}
+
+
 def test_compose_mounts_what_it_names_and_listens_on_loopback() -> None:
     whole = compose()
     known = set(whole["volumes"])
