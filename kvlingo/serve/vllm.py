@@ -66,11 +66,16 @@ MODEL_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # --- what is refused before anything is served -----------------------------------------------------------------------
 
 
-def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise `BadInput` or `UnsupportedModel` for an engine in which a translation would be wrong or was never tried."""
+def check_config(config: VllmConfig) -> None:
+    """Raise `BadInput` or `UnsupportedModel` for what a configuration says by itself, before there are blocks."""
     refuse_version(vllm.__version__)
     _check_options(config)
     _check_model(config)
+
+
+def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise `BadInput` or `UnsupportedModel` for an engine in which a translation would be wrong or was never tried."""
+    check_config(config)
     groups = kv_cache_config.kv_cache_groups
     for group in groups:
         if type(group.kv_cache_spec) not in (FullAttentionSpec, SlidingWindowSpec):
@@ -117,10 +122,11 @@ def _check_options(config: VllmConfig) -> None:
 
 def _check_model(config: VllmConfig) -> None:
     model = config.model_config
+    named = f"{model.model} ({', '.join(model.architectures)})"
     if model.use_mla:
-        raise UnsupportedModel(f"{model.model} caches latents (MLA), not keys and values per head; it can't be used")
+        raise UnsupportedModel(f"{named} caches latents (MLA), not keys and values per head; it can't be used")
     if model.is_hybrid or model.is_attention_free:
-        raise UnsupportedModel(f"{model.model} has recurrent layers, whose state can't be translated; it can't be used")
+        raise UnsupportedModel(f"{named} has recurrent layers, whose state can't be translated; it can't be used")
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
@@ -361,6 +367,15 @@ class KVLingoConnector(KVConnectorBase_V1):
             self._worker: Worker | None = None
             self._failed_blocks: set[int] = set()
             self._news = WorkerMetadata()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Require no layout, but check the configuration: the first that vLLM asks of a connector with a model in hand.
+
+        Where there are recurrent layers it fails at its blocks, in words about none of this, before there is any connector.
+        """
+        check_config(vllm_config)
+        return super().get_required_kvcache_layout(vllm_config)
 
     # --- the scheduler's half ---
 

@@ -114,6 +114,7 @@ def config_of(**changes: Any) -> Any:
     """Return what the connector looks at of an engine's configuration; a good one but for the changes."""
     model = {
         "model": "some-model",
+        "architectures": ["SomeForCausalLM"],
         "use_mla": False,
         "is_hybrid": False,
         "is_attention_free": False,
@@ -151,9 +152,9 @@ def test_a_good_engine_is_taken(connector: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"use_mla": True}, "some-model caches latents"),
-        ({"is_hybrid": True}, "some-model has recurrent layers"),
-        ({"is_attention_free": True}, "some-model has recurrent layers"),
+        ({"use_mla": True}, r"some-model \(SomeForCausalLM\) caches latents"),
+        ({"is_hybrid": True}, r"some-model \(SomeForCausalLM\) has recurrent layers"),
+        ({"is_attention_free": True}, r"some-model \(SomeForCausalLM\) has recurrent layers"),
         ({"kv_load_failure_policy": "fail"}, "recompute"),
         ({"cache_dtype": "fp8"}, "fp8"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
@@ -163,6 +164,16 @@ def test_a_good_engine_is_taken(connector: Any) -> None:
 def test_what_would_be_wrong_is_refused(connector: Any, changes: dict[str, Any], said: str) -> None:
     with pytest.raises((BadInput, UnsupportedModel), match=said):
         connector.check_engine(config_of(**changes), groups_of(connector, "FullAttentionSpec"))
+
+
+@pytest.mark.parametrize("name", CONNECTORS)
+@pytest.mark.parametrize("flag", ["is_hybrid", "is_attention_free", "use_mla"])
+def test_models_are_refused_before_there_are_blocks(connector: Any, name: str, flag: str) -> None:
+    """vLLM asks a connector's class for a layout first; it gets to blocks of hybrids, and fails there, before it makes one."""
+    kind = getattr(connector, name)
+    assert kind.get_required_kvcache_layout(config_of()) is None
+    with pytest.raises(UnsupportedModel, match=r"some-model \(SomeForCausalLM\)"):
+        kind.get_required_kvcache_layout(config_of(**{flag: True}))
 
 
 @pytest.mark.parametrize("kinds", [("MLAAttentionSpec",), ("MambaSpec",), ("FullAttentionSpec", "MambaSpec")])
