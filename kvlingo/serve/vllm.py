@@ -60,17 +60,25 @@ REST_SECONDS = 0.01
 """So long a worker with nothing else to do sleeps at a time while it loads: vLLM's waits spin, on a core that loading needs."""
 NULL_BLOCK = 0  # vLLM's block pool keeps this one for "nothing is kept here"
 TOLD = "told"
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+FP8_STEP = 0.2
+"""A backend may cut off what the format does not hold: so far, as a part of it, a power of two may come back from itself."""
 MODEL_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 # --- what is refused before anything is served -----------------------------------------------------------------------
 
 
-def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise `BadInput` or `UnsupportedModel` for an engine in which a translation would be wrong or was never tried."""
+def check_config(config: VllmConfig) -> None:
+    """Raise `BadInput` or `UnsupportedModel` for what a configuration says by itself, before there are blocks."""
     refuse_version(vllm.__version__)
     _check_options(config)
     _check_model(config)
+
+
+def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise `BadInput` or `UnsupportedModel` for an engine in which a translation would be wrong or was never tried."""
+    check_config(config)
     groups = kv_cache_config.kv_cache_groups
     for group in groups:
         if type(group.kv_cache_spec) not in (FullAttentionSpec, SlidingWindowSpec):
@@ -104,10 +112,7 @@ def _check_options(config: VllmConfig) -> None:
         raise BadInput(
             'kv_load_failure_policy is "fail", vLLM\'s default: set it to "recompute" in --kv-transfer-config'
         )
-    if config.cache_config.cache_dtype not in ("auto", str(config.model_config.dtype).removeprefix("torch.")):
-        raise BadInput(
-            f"the engine's cache is {config.cache_config.cache_dtype}; quantised caches are not supported yet"
-        )
+    _check_cache_dtype(config.cache_config.cache_dtype, config.model_config.dtype, transfer.is_kv_producer)
     if config.speculative_config is not None:
         raise BadInput("speculative decoding keeps a cache of its own, which is not translated; switch it off")
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -115,12 +120,23 @@ def _check_options(config: VllmConfig) -> None:
             raise BadInput(f"{name} is {getattr(parallel, name)}; the connector knows tensor parallelism only")
 
 
+def _check_cache_dtype(kept: str, own: torch.dtype, keeps: bool) -> None:
+    if kept in FP8 and keeps:
+        raise BadInput(
+            f"the engine's cache is {kept}: it holds rounded keys and values, on which no translator is judged, so it can't keep "
+            'caches for others; set kv_role to "kv_consumer", or --kv-cache-dtype to auto'
+        )
+    if kept not in ("auto", str(own).removeprefix("torch."), *FP8):
+        raise BadInput(f"the engine's cache is {kept}, which is not known here; choose auto or one of {', '.join(FP8)}")
+
+
 def _check_model(config: VllmConfig) -> None:
     model = config.model_config
+    named = f"{model.model} ({', '.join(model.architectures)})"
     if model.use_mla:
-        raise UnsupportedModel(f"{model.model} caches latents (MLA), not keys and values per head; it can't be used")
+        raise UnsupportedModel(f"{named} caches latents (MLA), not keys and values per head; it can't be used")
     if model.is_hybrid or model.is_attention_free:
-        raise UnsupportedModel(f"{model.model} has recurrent layers, whose state can't be translated; it can't be used")
+        raise UnsupportedModel(f"{named} has recurrent layers, whose state can't be translated; it can't be used")
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
@@ -129,7 +145,8 @@ def _check_model(config: VllmConfig) -> None:
 def read_cpu(layer: Any, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Read whole blocks of the CPU backend: keys and values, [blocks, heads, slots, dim] each.
 
-    Each block and head is [2 slots, dim] to the kernels, keys first; inside, the order depends on the instruction set.
+    Each block and head is [2 slots, dim] to the kernels, keys first; inside, the order depends on the instruction set. Bytes of
+    fp8 stand in the order of the engine's own type.
     """
     cache = layer.kv_cache[blocks]
     count, heads, slots, width = cache.shape
@@ -137,7 +154,7 @@ def read_cpu(layer: Any, blocks: Tensor) -> tuple[Tensor, Tensor]:
     keys, values = cache.reshape(count, heads, 2 * slots, dim).chunk(2, dim=2)
     if layer.isa in ("vec", "vec16"):
         return keys.reshape(count, heads, dim, slots).transpose(-1, -2), values
-    if layer.isa == "amx" and cache.dtype == torch.bfloat16:
+    if layer.isa == "amx" and cache.dtype in (torch.bfloat16, torch.uint8):
         keys = keys.reshape(count, heads, slots // 16, dim // 2, 16, 2).permute(0, 1, 2, 4, 3, 5)
         values = values.reshape(count, heads, dim // 16, slots // 2, 16, 2).permute(0, 1, 3, 5, 2, 4)
         return keys.reshape(count, heads, slots, dim), values.reshape(count, heads, slots, dim)
@@ -156,6 +173,22 @@ READERS: dict[str, Callable[[Any, Tensor], tuple[Tensor, Tensor]]] = {
     "TRITON_ATTN": read_split,
     "FLEX_ATTENTION": read_split,
 }
+
+
+def written_as(layer: Any) -> torch.dtype:
+    """Return the type in which a layer's backend takes keys and values; it makes fp8 of them itself, by its own scales."""
+    own: torch.dtype = layer.dtype if is_fp8(layer) else layer.kv_cache.dtype
+    return own
+
+
+def is_fp8(layer: Any) -> bool:
+    """Tell whether a layer's blocks hold one byte for each number."""
+    return bool(layer.kv_cache.dtype.itemsize == 1)
+
+
+def unpacked(layer: Any, kept: Tensor, scale: float) -> Tensor:
+    """Return what fp8 blocks stand for, in the type of `written_as`; others as they are."""
+    return (kept.view(FP8[layer.kv_cache_dtype]).float() * scale).to(layer.dtype) if is_fp8(layer) else kept
 
 
 class VllmPages:
@@ -189,7 +222,7 @@ class VllmPages:
             for layer, kind, (keys, values) in zip(self._layers, self._kinds, layers, strict=True):
                 if (kind, len(keys)) not in slots:
                     slots[kind, len(keys)] = self._slots(blocks[kind], stop - len(keys), stop).to(device)
-                keys, values = (x.to(device, layer.kv_cache.dtype) for x in (keys, values))
+                keys, values = (x.to(device, written_as(layer)) for x in (keys, values))
                 layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots[kind, len(keys)])
 
     @torch.inference_mode()
@@ -203,6 +236,7 @@ class VllmPages:
         inner = layer.kv_cache.shape[2]
         places = self._slots(blocks, 0, tokens)[::inner] // inner
         keys, values = READERS[self._names[index]](layer, places.to(layer.kv_cache.device))
+        keys, values = unpacked(layer, keys, layer._k_scale_float), unpacked(layer, values, layer._v_scale_float)
         return _by_tokens(keys, tokens), _by_tokens(values, tokens)
 
     def _slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
@@ -221,7 +255,8 @@ class VllmPages:
             pattern = [part._pattern(index) for index in range(len(own))]
             part.write(pattern, [[last_block]], self._block_size)
             for index, wrote, got in zip(own, pattern, part.read([last_block], self._block_size), strict=True):
-                if not all(torch.equal(a, b) for a, b in zip(wrote, got, strict=True)):
+                step = FP8_STEP if is_fp8(self._layers[index]) else 0.0
+                if not all(torch.allclose(a, b, rtol=step, atol=0) for a, b in zip(got, wrote, strict=True)):
                     raise BadInput(
                         f"layer {index} ({self._names[index]}) gives back other keys and values than were written: this "
                         "version keeps blocks in a way that is not known here; see kvlingo vllm-check"
@@ -231,10 +266,19 @@ class VllmPages:
 
     def _pattern(self, index: int) -> tuple[Tensor, Tensor]:
         layer = self._layers[index]
-        heads, dim = layer.num_kv_heads, layer.head_size
-        unique = (torch.arange(2 * self._block_size * heads * dim) % 251 + index).to(layer.kv_cache.dtype)
-        keys, values = (x.reshape(self._block_size, heads, dim) for x in unique.chunk(2))
+        shape = (2, self._block_size, layer.num_kv_heads, layer.head_size)
+        if is_fp8(layer):
+            return self._powers(layer, shape, index)
+        unique = (torch.arange(torch.Size(shape).numel()) % 251 + index).to(layer.kv_cache.dtype)
+        keys, values = unique.reshape(shape)
         return keys, values
+
+    def _powers(self, layer: Any, shape: tuple[int, ...], index: int) -> tuple[Tensor, Tensor]:
+        """Draw powers of two, with signs: what both formats hold exactly, and far enough from each other where a scale rounds."""
+        generator = torch.Generator().manual_seed(index)
+        signs = 2.0 * torch.randint(0, 2, shape, generator=generator) - 1
+        keys, values = signs * 2.0 ** torch.randint(-2, 4, shape, generator=generator)
+        return (keys * layer._k_scale_float).to(layer.dtype), (values * layer._v_scale_float).to(layer.dtype)
 
 
 def _by_tokens(blocks: Tensor, tokens: int) -> Tensor:
@@ -361,6 +405,15 @@ class KVLingoConnector(KVConnectorBase_V1):
             self._worker: Worker | None = None
             self._failed_blocks: set[int] = set()
             self._news = WorkerMetadata()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Require no layout, but check the configuration: the first that vLLM asks of a connector with a model in hand.
+
+        Where there are recurrent layers it fails at its blocks, in words about none of this, before there is any connector.
+        """
+        check_config(vllm_config)
+        return super().get_required_kvcache_layout(vllm_config)
 
     # --- the scheduler's half ---
 

@@ -188,6 +188,12 @@ class Fleet:
         """A window in every layer: one kind of blocks, which go where the window has passed."""
         return start_server(self.place / "window" / "target", log, self.options("window"))
 
+    def _eight(self, log: Path) -> Server:
+        """Its own cache in fp8: it goes on from caches only."""
+        transfer = transfer_of(self.options("twins")) | {"kv_role": "kv_consumer"}
+        eight = ["--kv-cache-dtype", "fp8"]
+        return start_server(self.place / "twins" / "target", log, None, transfer=transfer, arguments=eight)
+
     def own(self, made: str) -> list[str]:
         """Return the translator of a model to itself."""
         return [str(self.place / made / "own")]

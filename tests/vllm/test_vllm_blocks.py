@@ -24,21 +24,23 @@ def connector() -> Iterator[Any]:
         yield importlib.import_module("kvlingo.serve.vllm")
 
 
-def layer_of(isa: str, dtype: torch.dtype, dim: int) -> Any:
-    """Return what the connector sees of an attention layer, with vLLM's own update of its cache."""
+def layer_of(isa: str, dtype: torch.dtype, dim: int, kept: str = "auto", scales: tuple[float, float] = (1, 1)) -> Any:
+    """Return what the connector sees of an attention layer, with vLLM's own update of its cache; `kept` as --kv-cache-dtype."""
     backend = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
     importlib.import_module("vllm.platforms").current_platform.import_kernels()
     impl = object.__new__(backend.CPUAttentionBackendImpl)  # its constructor wants a whole engine's configuration
-    impl.attn_type, impl.kv_cache_dtype = "decoder", "auto"
+    impl.attn_type, impl.kv_cache_dtype = "decoder", kept
     return SimpleNamespace(
         attn_backend=backend.CPUAttentionBackend,
         impl=impl,
         isa=isa,
-        kv_cache=torch.zeros(BLOCKS, HEADS, SLOTS, 2 * dim, dtype=dtype),
+        dtype=dtype,
+        kv_cache_dtype=kept,
+        kv_cache=torch.zeros(BLOCKS, HEADS, SLOTS, 2 * dim, dtype=dtype if kept == "auto" else torch.uint8),
         num_kv_heads=HEADS,
         head_size=dim,
-        _k_scale_float=1.0,
-        _v_scale_float=1.0,
+        _k_scale_float=float(scales[0]),
+        _v_scale_float=float(scales[1]),
     )
 
 
@@ -82,6 +84,67 @@ def test_the_check_at_the_start_passes_and_leaves_nothing(
     assert not layer.kv_cache.any()
 
 
+EIGHT = ["fp8", "fp8_e4m3", "fp8_e5m2"]
+EIGHT_KINDS = [KINDS[0], KINDS[1], KINDS[3]]
+"""vLLM keeps no fp8 where heads are no multiple of 32 (`vec16`)."""
+SCALES = [(1.0, 1.0), (0.3, 2.7)]
+
+
+def needs_eight(isa: str) -> None:
+    needs_amx(isa)
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM keeps fp8 on processors with AVX-512 only")
+
+
+@pytest.mark.parametrize("kept", EIGHT)
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize(("isa", "dtype", "dim"), EIGHT_KINDS)
+def test_fp8_is_made_by_the_backend_and_its_scales(
+    connector: Any, isa: str, dtype: torch.dtype, dim: int, scales: tuple[float, float], kept: str
+) -> None:
+    """What is read is what was written, but for the format's own steps; the backend cuts off, and has one scale for each side."""
+    needs_eight(isa)
+    layer = layer_of(isa, dtype, dim, kept, scales)
+    pages = connector.VllmPages([layer], SLOTS)
+    keys, values = (torch.randn(100, HEADS, dim).to(dtype) for _ in "kv")
+    pages.write([(keys, values)], [[2, 0]], 100)
+    for got, wrote, scale in zip(pages.read([2, 0], 100)[0], (keys, values), scales, strict=True):
+        large = wrote.abs() > scale / 16  # smaller ones have no mantissa of their own
+        torch.testing.assert_close(got[large], wrote[large], rtol=0.26, atol=0)
+        steps = (got.float() / scale).to(connector.FP8[kept]).float() * scale
+        torch.testing.assert_close(got.float(), steps, rtol=0.01, atol=0)
+        assert not torch.equal(got, wrote)
+    assert not layer.kv_cache[1].any(), "another block was written"
+
+
+@pytest.mark.parametrize("kept", EIGHT)
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize(("isa", "dtype", "dim"), EIGHT_KINDS)
+def test_the_check_at_the_start_knows_fp8(
+    connector: Any, isa: str, dtype: torch.dtype, dim: int, scales: tuple[float, float], kept: str
+) -> None:
+    needs_eight(isa)
+    layer = layer_of(isa, dtype, dim, kept, scales)
+    connector.VllmPages([layer], SLOTS).check(BLOCKS - 1)
+    assert not layer.kv_cache.any()
+
+
+@pytest.mark.parametrize("wrong", ["scale", "format", "order", "bytes"])
+def test_the_check_sees_fp8_that_is_kept_otherwise(connector: Any, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    needs_eight("vec")
+    layer = layer_of("vec", torch.float32, 32, "fp8")
+    if wrong == "scale":
+        monkeypatch.setattr(connector, "unpacked", lambda layer, kept, _: kept.view(torch.float8_e4m3fn).float() * 0.5)
+    elif wrong == "format":
+        layer.kv_cache_dtype = "fp8_e5m2"
+    elif wrong == "order":
+        monkeypatch.setitem(connector.READERS, "CPU_ATTN", connector.read_split)
+    else:
+        monkeypatch.setattr(connector, "written_as", lambda layer: layer.kv_cache.dtype)
+    with pytest.raises((BadInput, RuntimeError)):
+        connector.VllmPages([layer], SLOTS).check(BLOCKS - 1)
+
+
 @pytest.mark.parametrize("reader", ["read_split", "swapped", "untransposed"])
 def test_the_check_sees_a_layout_that_is_not_known(
     connector: Any, monkeypatch: pytest.MonkeyPatch, reader: str
@@ -114,6 +177,7 @@ def config_of(**changes: Any) -> Any:
     """Return what the connector looks at of an engine's configuration; a good one but for the changes."""
     model = {
         "model": "some-model",
+        "architectures": ["SomeForCausalLM"],
         "use_mla": False,
         "is_hybrid": False,
         "is_attention_free": False,
@@ -144,18 +208,22 @@ def groups_of(connector: Any, *kinds: str) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in made])
 
 
-def test_a_good_engine_is_taken(connector: Any) -> None:
-    connector.check_engine(config_of(), groups_of(connector, "FullAttentionSpec"))
+@pytest.mark.parametrize("kept", ["auto", "float32", *EIGHT])
+def test_a_good_engine_is_taken(connector: Any, kept: str) -> None:
+    connector.check_engine(config_of(cache_dtype=kept), groups_of(connector, "FullAttentionSpec"))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"use_mla": True}, "some-model caches latents"),
-        ({"is_hybrid": True}, "some-model has recurrent layers"),
-        ({"is_attention_free": True}, "some-model has recurrent layers"),
+        ({"use_mla": True}, r"some-model \(SomeForCausalLM\) caches latents"),
+        ({"is_hybrid": True}, r"some-model \(SomeForCausalLM\) has recurrent layers"),
+        ({"is_attention_free": True}, r"some-model \(SomeForCausalLM\) has recurrent layers"),
         ({"kv_load_failure_policy": "fail"}, "recompute"),
-        ({"cache_dtype": "fp8"}, "fp8"),
+        ({"cache_dtype": "fp8", "is_kv_producer": True}, "cache is fp8: .*kv_consumer"),
+        ({"cache_dtype": "fp8_e5m2", "is_kv_producer": True}, "cache is fp8_e5m2: .*kv_consumer"),
+        ({"cache_dtype": "fp8_per_token_head"}, "cache is fp8_per_token_head, which is not known"),
+        ({"cache_dtype": "bfloat16"}, "cache is bfloat16, which is not known"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
         ({"speculative_config": object()}, "speculative"),
     ],
@@ -163,6 +231,16 @@ def test_a_good_engine_is_taken(connector: Any) -> None:
 def test_what_would_be_wrong_is_refused(connector: Any, changes: dict[str, Any], said: str) -> None:
     with pytest.raises((BadInput, UnsupportedModel), match=said):
         connector.check_engine(config_of(**changes), groups_of(connector, "FullAttentionSpec"))
+
+
+@pytest.mark.parametrize("name", CONNECTORS)
+@pytest.mark.parametrize("flag", ["is_hybrid", "is_attention_free", "use_mla"])
+def test_models_are_refused_before_there_are_blocks(connector: Any, name: str, flag: str) -> None:
+    """vLLM asks a connector's class for a layout first; it gets to blocks of hybrids, and fails there, before it makes one."""
+    kind = getattr(connector, name)
+    assert kind.get_required_kvcache_layout(config_of()) is None
+    with pytest.raises(UnsupportedModel, match=r"some-model \(SomeForCausalLM\)"):
+        kind.get_required_kvcache_layout(config_of(**{flag: True}))
 
 
 @pytest.mark.parametrize("kinds", [("MLAAttentionSpec",), ("MambaSpec",), ("FullAttentionSpec", "MambaSpec")])

@@ -198,6 +198,11 @@ def write_model(folder: Path, weights: Mapping[str, Tensor], config: Mapping[str
     dtype = getattr(torch, config["dtype"])
     whole = {name: weight.to(dtype).contiguous() for name, weight in weights.items()}
     save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(folder, tokenizer)
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write a tokenizer beside a checkpoint."""
     tokenizer.save(str(folder / "tokenizer.json"))
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(described | {"clean_up_tokenization_spaces": False}))
