@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import threading
@@ -168,20 +167,12 @@ def test_what_was_read_in_pieces_is_kept_whole(fleet: Fleet) -> None:
 
 # --- bfloat16 --------------------------------------------------------------------------------------------------------
 
-Row = dict[int, float]
 
-
-def likelihoods(server: Server, ids: Sequence[int], **asked: Any) -> tuple[Row, Answer]:
-    """Return the log-probability of every token as the next one, and the answer."""
+def first_token(server: Server, ids: Sequence[int], **asked: Any) -> Answer:
+    """Return one token, and the log-probability of every other."""
     answer = server.complete(ids, count=1, logprobs=VOCABULARY, **asked)
-    (tops,) = answer.tops
-    return tops, answer
-
-
-def apart(one: Row, other: Row) -> float:
-    """Return how far two distributions are apart: the root mean square of what log-probabilities differ by."""
-    assert len(one) == len(other) == VOCABULARY
-    return math.sqrt(math.fsum(math.exp(value) * (value - other[token]) ** 2 for token, value in one.items()))
+    assert len(answer.tops[0]) == VOCABULARY
+    return answer
 
 
 def noise_floor(source: Server, target: Server) -> float:
@@ -190,7 +181,7 @@ def noise_floor(source: Server, target: Server) -> float:
     Reading in pieces is no measure: what this backend makes of a token is the same to the bit, however a prompt is cut.
     """
     prompts = [prompt(300, seed) for seed in range(21, 25)]
-    return max(apart(likelihoods(target, ids)[0], likelihoods(source, ids)[0]) for ids in prompts)
+    return max(first_token(target, ids).apart_from(first_token(source, ids)) for ids in prompts)
 
 
 def test_bfloat16_is_within_rounding(fleet: Fleet) -> None:
@@ -204,22 +195,28 @@ def test_bfloat16_is_within_rounding(fleet: Fleet) -> None:
     for seed in (5, 6):
         ids = prompt(300, seed)
         key = source.complete(ids, save=True, count=1).told["id"]
-        handed, answer = likelihoods(target, ids, load=key)
-        assert answer.told["prompt"] == {"native": 0, "translated": 298, "recomputed": 2}
-        later = [*ids, *answer.ids, *prompt(20, seed=5)[1:]]
-        again, next_turn = likelihoods(target, later, load=key)
-        assert next_turn.told["prompt"]["native"] == 256
-        far += [apart(likelihoods(target, ids)[0], handed), apart(likelihoods(target, later)[0], again)]
-        wrong, answer = likelihoods(target, ids, load=fleet.as_strangers(key))
-        assert answer.told["status"] == "applied"
-        assert apart(likelihoods(target, ids)[0], wrong) > SEEN_BFLOAT16
+        handed = first_token(target, ids, load=key)
+        assert handed.told["prompt"] == {"native": 0, "translated": 298, "recomputed": 2}
+        later = [*ids, *handed.ids, *prompt(20, seed=5)[1:]]
+        again = first_token(target, later, load=key)
+        assert again.told["prompt"]["native"] == 256
+        own = first_token(target, ids)
+        assert own.cached == 0
+        far += [own.apart_from(handed), first_token(target, later).apart_from(again)]
+        wrong = first_token(target, ids, load=fleet.as_strangers(key))
+        assert wrong.told["status"] == "applied"
+        assert own.apart_from(wrong) > SEEN_BFLOAT16
     assert max(far) <= MARGIN * floor
 
 
 def test_the_self_test_passes_in_bfloat16(fleet: Fleet) -> None:
-    checks = checking.hand_over(fleet.get("source16"), fleet.get("target16"), checking.ALLOWED["bfloat16"], seed=26)
+    source, target, allowed = *fleet.both("source16", "target16"), checking.ALLOWED["bfloat16"]
+    for seed in (27, 30):  # where greedy answers part, on some processors
+        checks = checking.hand_over(source, target, allowed, seed=seed, rounded=True)
+        assert all(check.passed for check in checks), checks
+    wrong = checking.hand_over(source, target, allowed, seed=28, rounded=True, as_other=fleet.as_strangers)
     fleet.end("source16", "target16")
-    assert all(check.passed for check in checks), checks
+    assert [check.passed for check in wrong] == [True, False, False, True, True]
 
 
 # --- controls, ranks, preemption -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -53,6 +54,14 @@ class Answer:
         if self.ids != other.ids:
             return float("inf")
         return max(abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True))
+
+    def apart_from(self, other: Answer) -> float:
+        """Return how far apart the first tokens' distributions are: the root mean square of what log-probabilities differ by.
+
+        Weighted by this answer's own; over the tokens that both tell of.
+        """
+        mine, theirs = self.tops[0], other.tops[0]
+        return math.sqrt(math.fsum(math.exp(mine[i]) * (mine[i] - theirs[i]) ** 2 for i in mine.keys() & theirs.keys()))
 
 
 @dataclass
