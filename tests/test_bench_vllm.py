@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 from bench import vllm as bench
 from kvlingo.metrics import kl_nats
+from kvlingo.serve.external import twins
+from kvlingo.store import load_translator, save_translator
 from kvlingo.texts import Document
 
 
@@ -47,6 +52,16 @@ def test_the_longest_text_of_each_cluster_comes_first() -> None:
     documents = [Document(text, "kind", cluster, text) for text, cluster in texts]
     found = [(len(d.text), d.cluster) for d in bench.longest_of_each(documents[::-1])]
     assert found == [(9, "x"), (7, "y"), (1, "z"), (8, "x")]
+
+
+def test_the_record_names_its_translator_and_what_its_report_says(tmp_path: Path) -> None:
+    twins.make_twins(tmp_path)
+    found = bench.about(tmp_path / "translator")
+    assert found == {"sha256": load_translator(tmp_path / "translator")[1].weights.sha256, "verdict": "PASS"}
+    translator, manifest = load_translator(tmp_path / "wrong")
+    save_translator(tmp_path / "never", translator, replace(manifest, held_out=None))
+    assert bench.about(tmp_path / "never")["verdict"] is None
+    assert bench.about(tmp_path / "wrong")["sha256"] != found["sha256"]
 
 
 def test_arms_take_turns() -> None:

@@ -536,6 +536,50 @@ def test_a_translator_that_was_asked_for_is_used_or_none(
     assert refused.value.status == "unsupported"
 
 
+ROUTER_S = "a-b-full_head-bf16-tp1-h2-s" + "1" * 40 + "-t" + "2" * 40 + "-b1"
+
+
+def with_options(link: Link, options: dict[str, Any], **changes: Any) -> Link:
+    return replace(link, manifest=replace(link.manifest, options=options), **changes)
+
+
+def test_a_translator_is_found_by_the_id_that_a_router_knows_it_by(
+    made: Path, store: Store, source: LanguageModel
+) -> None:
+    """The name of a mapper that was imported: semantic-router sends it, whatever the folder is called here."""
+    options = options_of(made)
+    (link,) = (read_link(folder, options) for folder in options.translators)
+    imported = with_options(link, {"interchange": {"format": "semantic-router", "mapper_id": ROUTER_S}})
+    wish = read_wish({"kvlingo": {"load": keep(store, source, prompt()), "mapper": ROUTER_S}})
+    assert wish is not None
+    for name in (ROUTER_S, "translator", link.digest):
+        match = Matcher(store, [imported], options, "").find(replace(wish, mapper=name), prompt(), "", time.monotonic())
+        assert match.link is imported
+    for other in ({}, {"interchange": 7}, {"interchange": {"mapper_id": 7}}, {"interchange": {"mapper_id": "other"}}):
+        with pytest.raises(Refused) as refused:
+            Matcher(store, [with_options(link, other)], options, "").find(wish, prompt(), "", time.monotonic())
+        assert (refused.value.reason, refused.value.status) == ("mapper", "unsupported")
+
+
+@pytest.mark.parametrize("name", ["mapper_id", "folder"])
+def test_a_name_of_two_translators_is_refused(made: Path, store: Store, source: LanguageModel, name: str) -> None:
+    """A folder's name may be another one's id, and an id may be on two mappers: neither is guessed at."""
+    options = options_of(made)
+    (link,) = (read_link(folder, options) for folder in options.translators)
+    imported = {"interchange": {"mapper_id": ROUTER_S}}
+    stranger = replace(link.manifest, source=replace(link.manifest.source, fingerprint="0" * 64), options=imported)
+    other = replace(link, manifest=stranger, folder=Path("elsewhere"), digest="0" * 64)
+    mine = with_options(link, imported) if name == "mapper_id" else replace(link, folder=Path(ROUTER_S))
+    matcher = Matcher(store, [mine, other], options, "")
+    key = keep(store, source, prompt())
+    wish = read_wish({"kvlingo": {"load": key, "mapper": ROUTER_S}})
+    assert wish is not None
+    with pytest.raises(Refused, match="two translators") as refused:
+        matcher.find(wish, prompt(), "", time.monotonic())
+    assert refused.value.status == "unsupported"
+    assert find(matcher, key, prompt()).link is mine
+
+
 # --- what is made of it ----------------------------------------------------------------------------------------------
 
 
@@ -1023,6 +1067,22 @@ def test_a_client_without_a_kept_cache_is_told_what_the_prefix_cache_held(desk: 
     desk.begin_step({"r": TOKENS})
     desk.finished("r", prompt(), [1], whole=True)  # its first token is its last
     assert desk.end_step() == {tell: {"prompt": {"native": 32, "translated": 0, "recomputed": TOKENS - 32}}}
+
+
+@pytest.mark.parametrize("asked", [{"load": "../x"}, {"load": 7, "mapper": "m"}, {"file": "x"}])
+def test_a_client_whose_wish_makes_no_sense_is_told_too(desk: Desk, asked: dict[str, Any]) -> None:
+    tell = new_id()
+    desk.arrive(arrival(prompt(), params={"kvlingo": {**asked, "tell": tell}}))
+    assert ask(desk) == 0
+    desk.begin_step({"r": TOKENS})
+    desk.finished("r", prompt(), [1], whole=True)
+    assert desk.end_step()[tell]["status"] != "applied"
+    assert desk.counts["refused_bad_id"] + desk.counts["refused_bad_request"] == 1
+
+
+def test_a_name_that_is_none_is_told_to_nobody(desk: Desk) -> None:
+    desk.arrive(arrival(prompt(), params={"kvlingo": {"tell": "../x"}}))
+    assert not desk.has_untold
 
 
 def test_a_step_that_never_ends_keeps_nobody_waiting_for_ever(desk: Desk) -> None:

@@ -12,6 +12,7 @@ from kvlingo.serve.external.headers import RouterHeaders
 from kvlingo.serve.external.telling import Board
 
 KEY = "a" * 32
+STATUS = b"x-vsr-kv-transfer-status"
 
 
 def send_through(
@@ -20,8 +21,15 @@ def send_through(
     answer: bytes = b"{}",
     kind: str = "application/json",
     chunks: int = 1,
+    status: int = 200,
+    board: Board | None = None,
+    told: dict[str, Any] | None = None,
 ) -> tuple[Any, dict[bytes, bytes], bytes]:
-    """Return what the application was asked, and the head and body that the client gets."""
+    """Return what the application was asked, and the head and body that the client gets.
+
+    `told`: what a connector puts on the board once the application has the request, under the name in its body.
+    """
+    board = board or Board()
     asked: dict[str, Any] = {}
     sent: list[Any] = []
 
@@ -33,7 +41,10 @@ def send_through(
             if not event["more_body"]:
                 break
         asked.update(body=got, headers=dict(scope["headers"]))
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind.encode())]})
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind.encode())]})
+        assert not sent or kind == "text/plain" or "x-vsr-kv-cache-id" not in headers, "the head has not waited"
+        if told is not None:
+            board.put({json.loads(got)["kv_transfer_params"]["kvlingo"]["tell"]: told})
         cut = max(1, len(answer) // chunks)
         pieces = [answer[i : i + cut] for i in range(0, len(answer), cut)]
         for i, piece in enumerate(pieces):
@@ -53,7 +64,7 @@ def send_through(
 
     raw = [(b"content-length", str(len(body)).encode()), *((k.encode(), v.encode()) for k, v in headers.items())]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": raw}
-    asyncio.run(RouterHeaders(app)(scope, receive, send))
+    asyncio.run(RouterHeaders(app, board)(scope, receive, send))
     assert sent[0]["type"] == "http.response.start"
     return asked, dict(sent[0]["headers"]), b"".join(event.get("body", b"") for event in sent[1:])
 
@@ -87,23 +98,64 @@ def test_what_is_no_request_is_the_server_s_to_refuse(body: bytes) -> None:
 def test_the_status_gets_into_a_header(status: str, chunks: int) -> None:
     answer = json.dumps({"text": "x", "kv_transfer_params": {"kvlingo": {"status": status}}}).encode()
     _, headers, body = send_through(b"{}", {"x-vsr-kv-cache-id": KEY}, answer, chunks=chunks)
-    assert headers[b"x-vsr-kv-transfer-status"] == status.encode()
+    assert headers[STATUS] == status.encode()
     assert body == answer
 
 
 @pytest.mark.parametrize("answer", [b"{}", b"nothing", b'{"kv_transfer_params": null}'])
-def test_an_answer_without_a_status_has_no_header(answer: bytes) -> None:
+def test_an_answer_about_which_nothing_is_told_is_unsupported(answer: bytes) -> None:
+    """As from a server without a connector: what was not done is seen, and not only missing."""
     _, headers, body = send_through(b"{}", {"x-vsr-kv-cache-id": KEY}, answer)
-    assert b"x-vsr-kv-transfer-status" not in headers
+    assert headers[STATUS] == b"unsupported"
     assert body == answer
 
 
-def test_a_streamed_answer_goes_on_as_it_comes() -> None:
-    _, headers, body = send_through(
-        b"{}", {"x-vsr-kv-cache-id": KEY}, b"data: {}\n\n" * 3, "text/event-stream", chunks=3
+@pytest.mark.parametrize(
+    ("status", "kind"), [(400, "application/json"), (503, "text/event-stream"), (200, "text/plain")]
+)
+def test_what_is_no_answer_has_no_status(status: int, kind: str) -> None:
+    told = json.dumps({"kv_transfer_params": {"kvlingo": {"status": "applied"}}}).encode()
+    _, headers, body = send_through(b"{}", {"x-vsr-kv-cache-id": KEY}, told, kind, status=status)
+    assert STATUS not in headers
+    assert body == told
+
+
+def stream_of(board: Board, told: dict[str, Any] | None, body: bytes = b'{"stream": true}') -> tuple[Any, bytes | None]:
+    """Return the body that a server was asked for a stream with, and the status in the head of its answer."""
+    events = b"data: {}\n\n" * 3
+    asked, headers, got = send_through(
+        body, {"x-vsr-kv-cache-id": KEY}, events, "text/event-stream", chunks=3, board=board, told=told
     )
-    assert b"x-vsr-kv-transfer-status" not in headers
-    assert body == b"data: {}\n\n" * 3
+    assert got == events
+    return asked["body"], headers.get(STATUS)
+
+
+@pytest.mark.parametrize("status", ["applied", "fallback_reprefill", "unsupported"])
+def test_a_stream_s_head_waits_for_what_became_of_its_prompt(status: str) -> None:
+    board = Board({"tells": True})
+    body, said = stream_of(board, {"status": status, "prompt": {}})
+    assert said == status.encode()
+    assert set(json.loads(body)["kv_transfer_params"]["kvlingo"]) == {"load", "tell"}
+    names = [json.loads(stream_of(board, {"status": status})[0])["kv_transfer_params"]["kvlingo"]["tell"] for _ in "ab"]
+    assert len(set(names)) == 2, "a name is drawn for each"
+
+
+def test_a_stream_of_a_server_without_a_connector_is_unsupported() -> None:
+    body, said = stream_of(Board(), None)
+    assert said == b"unsupported"
+    assert "tell" not in json.loads(body)["kv_transfer_params"]["kvlingo"]
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_stream_that_nothing_is_told_of_in_time_has_no_status(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
+    """A router takes that for unsupported: nothing here says that it was."""
+    monkeypatch.setattr("kvlingo.serve.external.headers.TOLD_SECONDS", 0.01)
+    assert stream_of(Board({"tells": tells}), None)[1] is None
+
+
+def test_an_answer_that_is_no_stream_is_told_in_its_body() -> None:
+    asked, _, _ = send_through(b'{"stream": false}', {"x-vsr-kv-cache-id": KEY}, board=Board({"tells": True}))
+    assert json.loads(asked["body"])["kv_transfer_params"]["kvlingo"] == {"load": KEY}
 
 
 def test_a_request_without_the_header_is_left_alone() -> None:
@@ -111,7 +163,7 @@ def test_a_request_without_the_header_is_left_alone() -> None:
         b'{"prompt": 1}', {}, b'{"kv_transfer_params": {"kvlingo": {"status": "applied"}}}'
     )
     assert asked["body"] == b'{"prompt": 1}'
-    assert b"x-vsr-kv-transfer-status" not in headers
+    assert STATUS not in headers
 
 
 # --- streams, for our own gateway ------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from kvlingo.serve.external.refusals import Refused
 from kvlingo.serve.external.stores import FolderStore, Store
 from tests import store_servers, tiny
 from tests.store_servers import PIECE, MooncakeServer, RedisServer, lose_data, rewrite, wait_until
+from tests.store_writers import content, write_at_once
 
 LATER = 60.0
 MOST = 1 << 26
@@ -321,6 +322,50 @@ def test_many_writers_keep_within_bounds(bounded: Callable[[int], Store]) -> Non
     there = [key for key in keys if store.manifests(key)]
     assert 10 <= len(there) <= 14
     assert all(store.data(key, 0) == key.encode() * 10 for key in there)
+
+
+MARKS = ("one", "two", "three")
+
+
+@pytest.fixture(params=["folder", "redis"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the name of an empty store that several processes reach."""
+    if request.param == "folder":
+        return str(tmp_path / "store")
+    server: RedisServer = request.getfixturevalue("redis_server")
+    server.client().flushall()
+    return server.url
+
+
+def test_of_several_processes_that_write_one_entry_one_wins(place: str) -> None:
+    """In another order each, so that all are first at some; what is there is what the one wrote that was told so."""
+    keys = [new_id() for _ in range(90)]
+    orders = {mark: keys[30 * turn :] + keys[: 30 * turn] for turn, mark in enumerate(MARKS)}
+    said = write_at_once(place, MOST, orders)
+    won: dict[str, list[str]] = {key: [] for key in keys}
+    for mark, order in orders.items():
+        for key, outcome_ in zip(order, said[mark], strict=True):
+            assert outcome_ in ("kept", "taken")
+            if outcome_ == "kept":
+                won[key].append(mark)
+    store = open_store(place, MOST)
+    for key, marks in won.items():
+        (mark,) = marks
+        assert (store.manifests(key), store.data(key, 0)) == ([mark.encode()], content(mark, key))
+    assert len({mark for marks in won.values() for mark in marks}) > 1, "they did not write at once"
+
+
+def test_several_processes_keep_within_bounds(place: str) -> None:
+    keys = {mark: [new_id() for _ in range(20)] for mark in MARKS}
+    size = len(content("three", new_id())) + len("three")
+    said = write_at_once(place, 10 * size, keys)
+    assert {outcome_ for told in said.values() for outcome_ in told} == {"kept"}
+    store = open_store(place, 10 * size)
+    there = [(mark, key) for mark, mine in keys.items() for key in mine if store.manifests(key)]
+    assert 8 <= len(there) <= 11
+    assert all(store.data(key, 0) == content(mark, key) for mark, key in there)
+    if isinstance(store, FolderStore):
+        assert sum(file.stat().st_size for file in store.folder.iterdir()) <= 10 * size
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

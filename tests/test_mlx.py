@@ -29,7 +29,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 
-from kvlingo import cli, mlx, mlx_bench, mlx_caches, mlx_models, mlx_rotation
+from kvlingo import benchmark, cli, mlx, mlx_bench, mlx_caches, mlx_models, mlx_rotation
 from kvlingo.alignment import align
 from kvlingo.assembling import assemble, not_held
 from kvlingo.assets import fetch_demo_models
@@ -476,6 +476,27 @@ def test_the_benchmark_times_every_arm(load: Any, tmp_path: Path, capsys: pytest
         assert all(arm["measured"] and arm["median_ms"] > 0 for arm in row["arms"].values())
         assert row["speedup_warm"] == row["arms"]["reprefill"]["median_ms"] / row["arms"]["translate_warm"]["median_ms"]
     assert record["environment"]["mlx"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "timed"),
+    [("mlx", [], (64, 2048)), ("mlx", ["--lengths", "32"], (32,)), ("torch", [], (64, 512, 2048, 4096))],
+)
+def test_the_lengths_that_are_timed_unasked(
+    monkeypatch: pytest.MonkeyPatch, engine: str, given: list[str], timed: tuple[int, ...]
+) -> None:
+    """With mlx-lm they are the paper's two on a Mac, so that its figures stand beside what comes out."""
+    asked: list[mlx_bench.BenchOptions] = []
+
+    def note(*words: Any, **_: Any) -> Any:
+        asked.extend(word for word in words if isinstance(word, mlx_bench.BenchOptions))
+        raise BadInput("this is far enough")
+
+    for module, name in ((mlx_bench, "bench_mlx_shapes"), (benchmark, "bench_shapes")):
+        monkeypatch.setattr(module, name, note)
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--shapes", "Qwen3-0.6B,Qwen3-1.7B", "--engine", engine, *given])
+    assert [options.lengths for options in asked] == [timed]
 
 
 def test_shapes_are_timed_with_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,17 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvlingo.serve.loading import build_engine
 from kvlingo.serve.protocol import Busy, Route
 from kvlingo.serve.settings import Settings
 from tests.fake_engine import FakeEngine, Serving, serving
+from tests.fake_vllm import FakeVllm, Store, running
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -182,3 +185,34 @@ def test_no_text_of_a_model_becomes_a_tag(page: Any) -> None:
     box = say(page, "<b>hello</b><img src=x onerror=alert(1)>", 1)
     assert page.locator("#turns b, #turns img").count() == page.locator("#turns .key b").count()
     assert box.count() == 1
+
+
+def test_before_vllm_servers_a_switch_is_told_as_in_one_process(browser: Any) -> None:
+    """The same page, with `kvlingo serve --engine vllm=…`: what the second server was passed is what the page draws."""
+    store: Store = {}
+    with running(FakeVllm("small", store), FakeVllm("big", store)) as servers:
+        settings = Settings(engine="vllm=" + ",".join(server.url for server in servers), max_tokens=12)
+        with ThreadPoolExecutor() as beside:  # the browser's loop has this thread
+            engine = beside.submit(build_engine, settings, lambda _: None).result()
+        with serving(engine, settings) as served:
+            page = browser.new_page(viewport=DESK)
+            page.goto(served.url)
+            until(page, "document.querySelectorAll('#model option').length == 2")
+            page.locator("#model").select_option("small")
+            page.locator("#text").focus()
+            first = say(page, "All of this was read by one model before the other one is asked. " * 14, 1)
+            assert "small · first token after" in first.inner_text()
+            page.locator("#model").select_option("big")
+            page.locator("#text").focus()
+            second = say(page, "And now you.", 2)
+            assert "from small" in second.inner_text()
+            big = servers[1].fake.asked[-1]
+            kept = big["kv_transfer_params"]["kvlingo"]["load"]
+            reach = sum(1 for a, b in zip(store[kept]["ids"], big["prompt"], strict=False) if a == b)
+            told = second.locator("svg").get_attribute("aria-label")
+            found = re.fullmatch(r"native 0, translated (\d+), recomputed (\d+)", told)
+            assert found is not None, told
+            assert int(found[1]) + int(found[2]) == len(big["prompt"])
+            assert 900 < int(found[1]) <= reach
+            until(page, "document.getElementById('counters').textContent.includes('translated 1 ')")
+            page.close()

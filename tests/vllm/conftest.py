@@ -31,7 +31,7 @@ from kvlingo.serve.external.twins import (
 )
 from kvlingo.serve.external.versions import installed, refuse_version
 from kvlingo.store import load_translator, save_translator
-from tests.store_servers import RedisServer
+from tests.store_servers import MooncakeServer, RedisServer
 
 HERE = Path(__file__).parent
 STRANGER = "f" * 64  # the fingerprint of a source that does not exist: its translator is wrong, so what leaks is seen
@@ -40,8 +40,12 @@ TEMPLATE = (
     "{% if add_generation_prompt %}### assistant: {% endif %}"
 )
 LOOKUP_SECONDS, LOAD_SECONDS = 5.0, 4.0
+MAPPER = f"twins-full_head-bf16-tp1-h2-s{'1' * 40}-t{'2' * 40}-b1"  # what a router calls the wrong translator
 ADAPTERS, RANK = ("one", "two"), 4
-PIECE = 256  # tokens of a prompt that the server `sync` reads at a time
+PIECE = 256  # tokens of a prompt that the servers `sync` and `ends` read at a time
+PIECES = ("--max-num-batched-tokens", str(PIECE), "--enable-chunked-prefill")
+SINK, TAIL = 2, 16  # of the server `ends`
+FEW_BLOCKS = 24  # of the server `sync`: two long prompts' worth, less than many requests at a time want
 REDIS_PASSWORD = "only in the environment"
 
 
@@ -69,9 +73,10 @@ def wait_until(true: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def write_stranger(made: Path) -> None:
-    """Write the wrong translator under the name of a source of its own."""
+    """Write the wrong translator under the name of a source of its own, as one that `kvlingo import` has read."""
     translator, manifest = load_translator(made / "wrong")
-    stranger = replace(manifest, source=replace(manifest.source, fingerprint=STRANGER))
+    imported = {"interchange": {"format": "semantic-router", "mapper_id": MAPPER}}
+    stranger = replace(manifest, source=replace(manifest.source, fingerprint=STRANGER), options=imported)
     save_translator(made / "stranger", translator, stranger)
 
 
@@ -105,6 +110,7 @@ class Fleet:
     place: Path
     running: dict[str, Server] = field(default_factory=dict)
     redis: RedisServer | None = None
+    mooncake: MooncakeServer | None = None
 
     @property
     def store(self) -> FolderStore:
@@ -113,7 +119,7 @@ class Fleet:
 
     @property
     def faults(self) -> Path:
-        """Return the file that says what is wrong with the store of the servers `source` and `target`."""
+        """Return the file that says what is wrong with the store of the servers `source`, `target` and `sync`."""
         return self.place / "faults.json"
 
     def options(self, made: str | None = None, **more: Any) -> dict[str, Any]:
@@ -146,34 +152,43 @@ class Fleet:
         for server in ended:
             server.stop()
 
-    def _faulty(self, name: str, log: Path, options: dict[str, Any]) -> Server:
-        """One whose store has faults, and that reads chats: the gateway stands before these two."""
+    def _faulty(self, model: str, name: str, log: Path, options: dict[str, Any], *arguments: str) -> Server:
+        """One whose store has faults."""
         return start_server(
-            self.place / "twins" / name,
+            self.place / "twins" / model,
             log,
             options,
             module="tests.vllm.faulty",
             environment={"KVLINGO_TEST_FAULTS": str(self.faults)},
-            arguments=["--chat-template", TEMPLATE],
+            arguments=arguments,
             name=name,
         )
 
     def _source(self, log: Path) -> Server:
-        return self._faulty("source", log, self.options())
+        """It reads chats, and so does the next one: the gateway stands before these two."""
+        return self._faulty("source", "source", log, self.options(), "--chat-template", TEMPLATE)
 
     def _target(self, log: Path) -> Server:
-        return self._faulty("target", log, self.options("twins"))
+        return self._faulty("target", "target", log, self.options("twins"), "--chat-template", TEMPLATE)
 
     def _sync(self, log: Path) -> Server:
-        """Loading within a step, prompts read in pieces, and two adapters."""
+        """Loading within a step, prompts read in pieces, few blocks, and two adapters."""
         adapters = [f"{name}={self.place / 'adapters' / name}" for name in ADAPTERS]
-        pieces = ["--max-num-batched-tokens", str(PIECE), "--enable-chunked-prefill"]
-        return start_server(
-            self.place / "twins" / "target",
-            log,
-            self.options("twins", load_async=False),
-            arguments=[*pieces, "--enable-lora", "--max-lora-rank", "8", "--lora-modules", *adapters],
-        )
+        lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", *adapters]
+        blocks = ["--num-gpu-blocks-override", str(FEW_BLOCKS)]
+        options = self.options("twins", load_async=False)
+        return self._faulty("target", "model", log, options, *PIECES, *blocks, *lora)
+
+    def _ends(self, log: Path) -> Server:
+        """Two sinks and a tail of sixteen tokens; loading between steps, prompts read in pieces."""
+        options = self.options("twins", sink=SINK, tail=TAIL, **self._in_mooncake())
+        return start_server(self.place / "twins" / "target", log, options, arguments=PIECES)
+
+    def _source_mooncake(self, log: Path) -> Server:
+        return start_server(self.place / "twins" / "source", log, self.options(**self._in_mooncake()))
+
+    def _in_mooncake(self) -> dict[str, str]:
+        return {"store": self.mooncake.url} if self.mooncake is not None else {}
 
     def _slides(self, log: Path) -> Server:
         """Sliding and full layers, every token in all of them: it keeps caches, and goes on from its own."""

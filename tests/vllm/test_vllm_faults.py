@@ -131,13 +131,13 @@ def test_an_entry_of_another_source(fleet: Fleet) -> None:
 # --- the store -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["manifests", "data"])
-def test_a_store_that_is_down(fleet: Fleet, what: str) -> None:
+@pytest.mark.parametrize(("what", "name"), [("manifests", "target"), ("data", "target"), ("data", "sync")])
+def test_a_store_that_is_down(fleet: Fleet, what: str, name: str) -> None:
     ids, key, own = kept(fleet, 210)
     fleet.set_faults(**{what: "down"})
-    refused(fleet, ids, key, own, "store_down")
+    refused(fleet, ids, key, own, "store_down", name=name)
     fleet.set_faults()
-    assert fleet.get("target").complete(ids, load=key).told["status"] == "applied"
+    assert fleet.get(name).complete(ids, load=key).told["status"] == "applied"
 
 
 @pytest.mark.parametrize("what", ["manifests", "data"])
@@ -158,6 +158,32 @@ def test_a_store_that_is_slow(fleet: Fleet, what: str) -> None:
     fleet.set_faults()
     time.sleep(7)
     again = fleet.get("target").complete(ids, load=key)
+    assert again.told["status"] == "applied"
+    assert again.far_from(own) <= SAME
+
+
+@pytest.mark.parametrize("what", ["manifests", "data"])
+def test_a_slow_store_and_loading_within_a_step(fleet: Fleet, what: str) -> None:
+    """A look into it holds nobody; a load holds the whole engine, for `load_seconds` and no longer."""
+    ids, key, own = kept(fleet, 215)
+    others, _, their_own = kept(fleet, 216)
+    sync = fleet.get("sync")
+    fleet.set_faults(**{what: LOAD_SECONDS + 6})
+    told: list[Answer] = []
+    thread = threading.Thread(target=lambda: told.append(refused(fleet, ids, key, own, "store_slow", name="sync")))
+    thread.start()
+    time.sleep(1)
+    started = time.monotonic()
+    meanwhile = sync.complete(others, count=6)
+    held = time.monotonic() - started
+    thread.join(PATIENCE)
+    assert len(told) == 1
+    assert meanwhile.far_from(their_own) <= SAME
+    if what == "data":
+        assert LOAD_SECONDS / 2 < held < LOAD_SECONDS + 8, "docs/vllm.md says that the others wait for it"
+    fleet.set_faults()
+    time.sleep(7)
+    again = sync.complete(ids, load=key)
     assert again.told["status"] == "applied"
     assert again.far_from(own) <= SAME
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
+import urllib.request
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from kvlingo.language_model import read
 from kvlingo.models import load_model
+from kvlingo.serve.external import checking
 from kvlingo.serve.external.checking import prompt
 from kvlingo.serve.external.entries import parse, unpack
 from kvlingo.serve.external.servers import Answer, Server
+from kvlingo.serve.external.twins import VOCABULARY
 from tests.vllm.conftest import PIECE, Fleet, wait_until
 
 SAME = 1e-4
-SAME_BFLOAT16 = 5e-2
+SEEN_BFLOAT16 = 0.3  # a wrong translation is further off than that
+MARGIN = 2  # times the noise floor of bfloat16
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,7 +39,7 @@ def counted(server: Server) -> dict[str, float]:
 
 def hand_over(fleet: Fleet, name: str, ids: Sequence[int], same: float) -> tuple[str, Answer, Answer]:
     """Let the source read and speak, the target go on; check all that can be checked of one hand-over."""
-    source, target = fleet.get("source16" if name == "target16" else "source"), fleet.get(name)
+    source, target = fleet.get("source"), fleet.get(name)
     kept = source.complete(ids, save=True)
     before = counted(target)
     handed = target.complete(ids, load=kept.told["id"])
@@ -67,6 +73,43 @@ def test_one_token_of_a_prompt_is_computed_and_the_answer_is_the_model_s_own(fle
     assert counted(target)["local_cache_hit"] - before["local_cache_hit"] == 896, "the prefix cache was not used"
     assert again.far_from(target.complete(later, count=12)) <= SAME
     assert own.ids == handed.ids
+
+
+@pytest.mark.parametrize("name", ["target", "sync"])
+def test_a_prompt_without_bos(fleet: Fleet, name: str) -> None:
+    """Its first token is text, which the worker reads for each hand-over, and not what many prompts begin with."""
+    ids = prompt(300, seed=23 if name == "target" else 24)[1:]
+    key, handed, _ = hand_over(fleet, name, ids, SAME)
+    later = [*ids, *handed.ids, 9, 8, 7]
+    again = fleet.get(name).complete(later, load=key)
+    assert again.told["prompt"]["native"] == 256
+    assert again.far_from(fleet.get("source").complete(later)) <= SAME
+
+
+def test_what_happened_is_counted_at_metrics(fleet: Fleet) -> None:
+    """All of it and nothing else, with the right numbers: of the first turn, of the next one, and of keeping."""
+    source, target, ids = fleet.get("source"), fleet.get("target"), prompt(400, seed=13)
+    before, kept_before = figures(target), figures(source)
+    key = source.complete(ids, save=True, count=1).told["id"]
+    target.complete(ids, load=key, count=1)
+    first = {"applied": 1, "tokens_translated": 398, "tokens_recomputed": 2}
+    wait_until(lambda: grown(target, before) == first)
+    wait_until(lambda: grown(source, kept_before) == {"saved": 1})
+    target.complete([*ids, 7, 8, 9], load=key, count=1)
+    both = {"applied": 2, "tokens_native": 384, "tokens_translated": 398 + 16, "tokens_recomputed": 2 + 3}
+    wait_until(lambda: grown(target, before) == both)
+
+
+def figures(server: Server) -> dict[str, float]:
+    """Return all that the connector has counted, by what it is."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    found = (re.fullmatch(r'vllm:kvlingo_total\{.*what="(\w+)".*\} (\S+)', line) for line in lines)
+    return {each[1]: float(each[2]) for each in found if each}
+
+
+def grown(server: Server, before: dict[str, float]) -> dict[str, float]:
+    return {what: count - before.get(what, 0) for what, count in figures(server).items() if count - before.get(what, 0)}
 
 
 def test_what_the_source_has_said_is_carried_too(fleet: Fleet) -> None:
@@ -122,19 +165,61 @@ def test_what_was_read_in_pieces_is_kept_whole(fleet: Fleet) -> None:
         torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
 
 
+# --- bfloat16 --------------------------------------------------------------------------------------------------------
+
+
+def first_token(server: Server, ids: Sequence[int], **asked: Any) -> Answer:
+    """Return one token, and the log-probability of every other."""
+    answer = server.complete(ids, count=1, logprobs=VOCABULARY, **asked)
+    assert len(answer.tops[0]) == VOCABULARY
+    return answer
+
+
+def noise_floor(source: Server, target: Server) -> float:
+    """Return how far the two models by themselves are apart, which would be the same were it not for rounding.
+
+    Reading in pieces is no measure: what this backend makes of a token is the same to the bit, however a prompt is cut.
+    """
+    prompts = [prompt(300, seed) for seed in range(21, 25)]
+    return max(first_token(target, ids).apart_from(first_token(source, ids)) for ids in prompts)
+
+
 def test_bfloat16_is_within_rounding(fleet: Fleet) -> None:
-    """Greedy answers of random models part at the first close call: the first token's distribution is compared."""
-    ids = prompt(300, seed=5)
+    """Greedy answers of random models part at the first close call: the first token's distribution is compared.
+
+    A hand-over rounds as both do, and once more what is made of the one's cache.
+    """
     source, target = fleet.both("source16", "target16")
-    key = source.complete(ids, save=True, count=1).told["id"]
-    handed = target.complete(ids, load=key, count=1)
-    own = target.complete(ids, count=1)
-    assert handed.told["prompt"]["translated"] == 298
-    assert handed.far_from(own) <= SAME_BFLOAT16
-    wrong = target.complete(ids, load=fleet.as_strangers(key), count=1)
-    assert wrong.told["status"] == "applied"
-    assert wrong.far_from(own) > SAME_BFLOAT16
+    floor, far = noise_floor(source, target), []
+    assert 0 < floor < SEEN_BFLOAT16 / MARGIN
+    for seed in (5, 6):
+        ids = prompt(300, seed)
+        key = source.complete(ids, save=True, count=1).told["id"]
+        handed = first_token(target, ids, load=key)
+        assert handed.told["prompt"] == {"native": 0, "translated": 298, "recomputed": 2}
+        later = [*ids, *handed.ids, *prompt(20, seed=5)[1:]]
+        again = first_token(target, later, load=key)
+        assert again.told["prompt"]["native"] == 256
+        own = first_token(target, ids)
+        assert own.cached == 0
+        far += [own.apart_from(handed), first_token(target, later).apart_from(again)]
+        wrong = first_token(target, ids, load=fleet.as_strangers(key))
+        assert wrong.told["status"] == "applied"
+        assert own.apart_from(wrong) > SEEN_BFLOAT16
+    assert max(far) <= MARGIN * floor
+
+
+def test_the_self_test_passes_in_bfloat16(fleet: Fleet) -> None:
+    source, target, allowed = *fleet.both("source16", "target16"), checking.ALLOWED["bfloat16"]
+    for seed in (27, 30):  # where greedy answers part, on some processors
+        checks = checking.hand_over(source, target, allowed, seed=seed, rounded=True)
+        assert all(check.passed for check in checks), checks
+    wrong = checking.hand_over(source, target, allowed, seed=28, rounded=True, as_other=fleet.as_strangers)
     fleet.end("source16", "target16")
+    assert [check.passed for check in wrong] == [True, False, False, True, True]
+
+
+# --- controls, ranks, preemption -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["target", "sync"])
@@ -162,6 +247,10 @@ def test_two_ranks_on_each_side(fleet: Fleet) -> None:
         assert handed.told["status"] == "applied", handed.told
         assert handed.cached == 299
         assert handed.far_from(own) <= SAME
+        later = [*ids, *handed.ids, 9, 8, 7]
+        again = server.complete(later, load=kept)
+        assert again.told["prompt"]["native"] == 256
+        assert again.far_from(one_source.complete(later)) <= SAME
     assert len(fleet.store.manifests(key)) == 2
     (fleet.store.folder / f"{key}.1.json").unlink()
     half = target.complete([*ids[:-1], 3], load=key)
@@ -187,6 +276,20 @@ def test_other_ids_of_the_same_text_and_requests_that_push_each_other_out(fleet:
         assert one.far_from(own) <= SAME
         assert many.far_from(own) <= SAME
     fleet.end("few")
+
+
+def test_requests_that_push_each_other_out_and_load_within_a_step(fleet: Fleet) -> None:
+    """The same with synchronous loading, of twice as many requests as there is room for."""
+    source, sync = fleet.get("source"), fleet.get("sync")
+    prompts = [prompt(500, seed=seed) for seed in range(14, 22)]
+    own = [source.complete(ids, save=True, count=40) for ids in prompts]
+    before = sync.metric("vllm:num_preemptions_total")
+    together = all_at_once(sync, prompts, [each.told["id"] for each in own])
+    assert sync.metric("vllm:num_preemptions_total") > before
+    for many, alone in zip(together, own, strict=True):
+        assert many.told["status"] == "applied"
+        assert many.told["prompt"]["recomputed"] == 2
+        assert many.far_from(alone) <= SAME
 
 
 def all_at_once(target: Server, prompts: Sequence[Sequence[int]], keys: Sequence[str]) -> list[Answer]:

@@ -42,6 +42,16 @@ class Link:
     config: TranslatorConfig
     digest: str
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return what a request may call it: its folder's name, its weights' hash, and the id that a router knows it by.
+
+        That id is in the manifest of what `kvlingo import` has read.
+        """
+        read = self.manifest.options.get("interchange")
+        known = read.get("mapper_id") if isinstance(read, Mapping) else None
+        return (self.folder.name, self.digest, *([known] if isinstance(known, str) else []))
+
 
 def read_link(folder: str | Path, options: Options) -> Link:
     """Read what is known of a translator. Raises `BadArtifact`, or `BadInput` for one that no report vouches for."""
@@ -63,7 +73,7 @@ class Wish:
         load: the id of a kept cache to go on from, or None.
         save: keep what this request has read and said.
         key: under which id; None for one that is drawn.
-        mapper: the translator that has to be used, by its folder's name or its weights' hash; None for whichever fits.
+        mapper: the translator that has to be used, by one of its names (`Link.names`); None for whichever fits.
         source_contents, target_contents: where contents are in the bytes of both sides' tokens, where the tokenizers differ.
         tell: a name under which the server's process is told at the first token what became of the request (`telling`).
     """
@@ -96,6 +106,15 @@ def read_wish(params: object) -> Wish | None:
         _ranges(asked.get("target_contents")),
         None if tell is None else checked_id(tell),
     )
+
+
+def read_tell(params: object) -> str | None:
+    """Return the name under which a request wants to be told of, whatever else it asks for; None where it gives none."""
+    asked = params.get(PARAMS) if isinstance(params, Mapping) else None
+    try:
+        return checked_id(asked["tell"]) if isinstance(asked, Mapping) and "tell" in asked else None
+    except Refused:
+        return None
 
 
 def _ranges(given: Any) -> tuple[tuple[int, int], ...] | None:
@@ -145,8 +164,7 @@ class Matcher:
         link = self.links.get(entry.fingerprint)
         if link is None:
             raise Refused("other_model", "no translator here reads the model that this cache is of", unsupported=True)
-        if wish.mapper not in (None, link.folder.name, link.digest):
-            raise Refused("mapper", "the translator that was asked for is not the one that is here", unsupported=True)
+        self._check_name(wish.mapper, link)
         self._check(entry, link)
         return Match(entry, link, tuple(self._align(entry, link, wish, ids)))
 
@@ -160,6 +178,13 @@ class Matcher:
             if time.monotonic() + POLL_SECONDS > until:
                 raise Refused("unknown", "no such cache is kept")
             time.sleep(POLL_SECONDS)
+
+    def _check_name(self, name: object, link: Link) -> None:
+        named = [each for each in self.links.values() if name in each.names]
+        if len(named) > 1:
+            raise Refused("mapper", "two translators here go by the name that was asked for", unsupported=True)
+        if name is not None and named != [link]:
+            raise Refused("mapper", "the translator that was asked for is not the one that is here", unsupported=True)
 
     def _check(self, entry: Entry, link: Link) -> None:
         if entry.expires <= time.time():

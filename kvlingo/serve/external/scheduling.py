@@ -22,7 +22,7 @@ from typing import Any
 from kvlingo.plan import HandoffPlan, SpanKind
 from kvlingo.serve.external.carrying import Carry
 from kvlingo.serve.external.entries import new_id, tenant_of
-from kvlingo.serve.external.matching import PARAMS, Match, Matcher, Wish, plan_match, read_wish
+from kvlingo.serve.external.matching import PARAMS, Match, Matcher, Wish, plan_match, read_tell, read_wish
 from kvlingo.serve.external.options import Options
 from kvlingo.serve.external.refusals import Refused
 from kvlingo.serve.external.threads import Job, Threads
@@ -131,16 +131,14 @@ class Desk:
         try:
             wish = read_wish(arrival.params)
         except Refused as refused:
-            self._cases[arrival.id] = Case(arrival, Wish(), 0.0, refused=refused)
+            self._take_in(Case(arrival, Wish(tell=read_tell(arrival.params)), 0.0, refused=refused))
             return None
         if wish is None:
             if self._saves and self.options.save_always:
                 self._cases[arrival.id] = Case(arrival, Wish(save=True), 0.0)
             return None
         case = Case(arrival, wish, time.monotonic() + self.options.lookup_seconds)
-        self._cases[arrival.id] = case
-        if wish.tell is not None:
-            self._untold.add(arrival.id)
+        self._take_in(case)
         if wish.load is None:
             return None
         case.refused = self._unusable(arrival)
@@ -151,6 +149,11 @@ class Desk:
         case.search = self._threads.start(lambda job: matcher.find(wish, ids, tenant, case.until), case.until)
         case.salted = True
         return self._salt(wish.load, arrival.salt)
+
+    def _take_in(self, case: Case) -> None:
+        self._cases[case.arrival.id] = case
+        if case.wish.tell is not None:
+            self._untold.add(case.arrival.id)
 
     def _unusable(self, arrival: Arrival) -> Refused | None:
         if self._matcher is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -33,18 +34,34 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said: token ids, the log-probability of each, tokens it did not compute, and what the connector tells."""
+    """What a server said.
+
+    Fields:
+        logprobs: of each token.
+        cached: how many tokens of the prompt were not computed.
+        told: what the connector tells.
+        tops: of each step the log-probabilities of the likeliest tokens, as many as were asked for.
+    """
 
     ids: list[int]
     logprobs: list[float]
     cached: int
     told: dict[str, Any]
+    tops: list[dict[int, float]]
 
     def far_from(self, other: Answer) -> float:
         """Return the largest difference of log-probabilities; infinity where other tokens were said."""
         if self.ids != other.ids:
             return float("inf")
         return max(abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True))
+
+    def apart_from(self, other: Answer) -> float:
+        """Return how far apart the first tokens' distributions are: the root mean square of what log-probabilities differ by.
+
+        Weighted by this answer's own; over the tokens that both tell of.
+        """
+        mine, theirs = self.tops[0], other.tops[0]
+        return math.sqrt(math.fsum(math.exp(mine[i]) * (mine[i] - theirs[i]) ** 2 for i in mine.keys() & theirs.keys()))
 
 
 @dataclass
@@ -128,10 +145,12 @@ class Server:
         }
         reply = self.post("/v1/completions", body, timeout)
         choice = reply["choices"][0]
-        chosen = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
+        logprobs = choice["logprobs"]
+        chosen = list(map(_number, logprobs["tokens"]))
+        tops = [{_number(token): value for token, value in row.items()} for row in logprobs["top_logprobs"]]
         cached = (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         told = (reply.get("kv_transfer_params") or {}).get(PARAMS) or {}
-        return Answer(chosen, choice["logprobs"]["token_logprobs"], cached, told)
+        return Answer(chosen, logprobs["token_logprobs"], cached, told, tops)
 
     def post(self, path: str, body: Mapping[str, Any], timeout: float = 300) -> dict[str, Any]:
         """Send JSON, return JSON."""
@@ -147,6 +166,11 @@ class Server:
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         found = [line for line in lines if line.startswith(name + "{") and all(label in line for label in wanted)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+def _number(token: str) -> int:
+    """Return the id in `token_id:7`."""
+    return int(token.removeprefix("token_id:"))
 
 
 def transfer_of(extra: Mapping[str, Any], module: str = MODULE) -> dict[str, Any]:
