@@ -56,7 +56,8 @@ def route_eval(
         typer.Argument(
             metavar="RECORDED.jsonl",
             help='Rows with "prompt" or "messages", and for "small" and "big" {"quality": 0 to 1, "cost", "ms"}; '
-            '"mean_logprob" of small for the cascade; "token" like small, with "share_big", for the router token; '
+            '"mean_logprob" of small for the cascade, and its "answer" and "cut" (by its limit) for rules that read them; '
+            '"token" like small, with "share_big", for the router token; '
             '"cluster" for rows that belong together.',
             show_default=False,
         ),
