@@ -28,7 +28,7 @@ from kvlingo.serve.routing.choosing import Choice, Heard, Pair, Prompt
 from kvlingo.serve.routing.comparing import Played, Recorded, compare, over_random, table
 from kvlingo.serve.routing.features import BUCKETS, NAMES, WIDTH, features
 from kvlingo.serve.routing.learned import Classifier, Learned, Saved, load_router, save_router
-from kvlingo.serve.routing.learning import Labelled, areas, cut_for, fit, fitted, judged
+from kvlingo.serve.routing.learning import Labelled, areas, cut_for, fit, fitted, judged, labelled
 from kvlingo.serve.routing.rows import digest, prompt_of
 from kvlingo.serve.routing.rules import NEVER, Measured, Rules, read_rules
 from kvlingo.serve.routing.threshold import Threshold, ThresholdRule
@@ -149,6 +149,85 @@ def test_the_numbers_say_what_scikit_learn_says() -> None:
     assert shape.mean(0).abs().max() < 1e-5
 
 
+SMALL, BIG = {"quality": 0.5, "cost": 1, "ms": 2, "mean_logprob": -1, "answer": "a"}, {"quality": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("told", "tolerance", "big", "said_by"),
+    [
+        ({"label": "big"}, 0.0, True, "label"),
+        ({"label": "small", "cluster": "c"}, 0.0, False, "label"),
+        ({"preferred": "big"}, 0.0, True, "preferred"),
+        ({"preferred": "small"}, 0.0, False, "preferred"),
+        ({"preferred": "tie"}, 0.0, False, "preferred"),
+        ({"small": SMALL, "big": BIG}, 0.0, True, "quality"),
+        ({"small": SMALL, "big": BIG}, 0.2, True, "quality"),
+        ({"small": SMALL, "big": BIG}, 0.25, False, "quality"),
+        ({"small": {"quality": 0.7}, "big": {"quality": 0.8}}, 0.1, False, "quality"),
+        ({"small": SMALL, "big": {"quality": 0.5}, "cluster": "c"}, 0.0, False, "quality"),
+        ({"small": {"quality": 0}, "big": {"quality": 0}}, 0.0, False, "quality"),
+    ],
+)
+def test_who_is_to_answer_is_told_in_three_ways(
+    told: dict[str, Any], tolerance: float, big: bool, said_by: str
+) -> None:
+    assert labelled({"prompt": "x", **told}, tolerance) == Labelled("x", big, told.get("cluster"), said_by)
+
+
+@pytest.mark.parametrize("kind", ["preferred", "quality"])
+def test_three_ways_to_tell_fit_one_router(kind: str, saved: Saved) -> None:
+    def row(each: Labelled) -> dict[str, Any]:
+        if kind == "preferred":
+            return {"prompt": each.prompt, "preferred": "big" if each.big else "tie"}
+        return {"prompt": each.prompt, "small": {"quality": 1 - each.big}, "big": {"quality": 1}}
+
+    assert fit([labelled(row(each)) for each in planted()]) == saved
+
+
+def test_rows_of_one_cluster_are_not_judged_on_each_other() -> None:
+    """Paraphrases under one cluster: each is known from its neighbours, none from another cluster."""
+    draw = random.Random(3)
+    rows = []
+    for number in range(60):
+        own = "".join(draw.choices("abcdefghij", k=12))
+        rows += [Labelled(f"{own} {own} once more {again}", number < 30, f"c{number}") for again in range(6)]
+    draw.shuffle(rows)
+    apart = [Labelled(row.prompt, row.big) for row in rows]
+    assert fit(apart).report["verdict"] == "PASS", "by prompt alone the neighbours give it away"
+    found = fit(rows)
+    assert found.report["verdict"] == "FAIL"
+    assert (found.report["prompts"], len(found.seen)) == (360, 360)
+    with pytest.raises(BadInput, match="rows of different clusters"):
+        fit([*rows, Labelled(rows[0].prompt, True, "another")])
+
+
+def test_one_recorded_file_is_fitted_on_and_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for each in planted(160):
+        small = {
+            "quality": 0.2 if each.big else 0.95,
+            "cost": 1,
+            "ms": 10,
+            "mean_logprob": -1,
+            "answer": "a",
+            "cut": False,
+        }
+        rows.append({"prompt": each.prompt, "small": small, "big": {"quality": 1.0, "cost": 5, "ms": 50}})
+    first, second = written_rows(tmp_path / "a.jsonl", rows[:100]), written_rows(tmp_path / "b.jsonl", rows[100:])
+    out = tmp_path / "router"
+    assert run("route", "fit", str(first), "--out", str(out), "--tolerance", "0.1", "--json") == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (report["labels_by"], report["tolerance"]) == ({"label": 0, "preferred": 0, "quality": 100}, 0.1)
+    assert report["share_labelled_big"] == 0.5
+    assert load_router(out).report == report
+    assert run("route", "eval", str(second), "--learned", str(out), "--json") == 0
+    arms = json.loads(capsys.readouterr().out.splitlines()[-1])["arms"]
+    assert arms["learned"]["quality"]["mean"] > arms["always small"]["quality"]["mean"]
+    labels = written_rows(tmp_path / "l.jsonl", as_rows(planted(80)))
+    assert run("route", "fit", str(labels), "--out", str(tmp_path / "x"), "--tolerance", "0.1") == 2
+    assert "which a tolerance is about" in capsys.readouterr().err
+
+
 def test_too_few_rows_are_refused() -> None:
     with pytest.raises(BadInput, match="19 different prompts are labelled big"):
         fit([*planted(80)[::2], *[row for row in planted(80) if row.big][:19]])
@@ -245,7 +324,13 @@ def test_numbers_that_are_none_are_refused(saved: Saved, broken: dict[str, Any])
     [
         ("{", "line 2: not JSON"),
         ("[1]", "line 2: not a JSON object"),
-        ('{"prompt": "x"}', "label is neither"),
+        ('{"prompt": "x"}', "nothing says who is to answer"),
+        ('{"prompt": "x", "preferred": "both"}', "preferred is none of small, big and tie"),
+        ('{"prompt": "x", "preferred": "tie", "label": "big"}', "unknown field 'preferred'"),
+        ('{"prompt": "x", "small": {"quality": 1}}', "big is missing"),
+        ('{"prompt": "x", "small": {"quality": 1}, "big": {}}', "big.quality is not a number"),
+        ('{"prompt": "x", "small": {"quality": 1}, "big": {"quality": 1, "ms_": 1}}', "unknown field 'ms_' in big"),
+        ('{"prompt": "x", "cluster": 1, "label": "big"}', "cluster is not a text"),
         ('{"prompt": "x", "label": "huge"}', "label is neither"),
         ('{"label": "big"}', "either prompt or messages"),
         ('{"prompt": "x", "messages": [], "label": "big"}', "either prompt or messages"),

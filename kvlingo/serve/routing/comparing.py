@@ -22,14 +22,22 @@ from kvlingo.serve.routing.cascade import NEVER_REPEATS, Cascade, CascadeRule
 from kvlingo.serve.routing.choosing import Heard, Pair, Prompt, Router
 from kvlingo.serve.routing.learned import load_router
 from kvlingo.serve.routing.learning import router_of, shown
-from kvlingo.serve.routing.rows import digest, prompt_of, read_rows, see_no_other
+from kvlingo.serve.routing.rows import (
+    FIGURES,
+    RECORDED,
+    cluster_of,
+    digest,
+    number,
+    prompt_of,
+    quality_of,
+    read_rows,
+    see_no_other,
+)
 from kvlingo.serve.routing.rules import Rules, read_rules
 from kvlingo.serve.routing.threshold import Threshold, ThresholdRule
 from kvlingo.serve.routing.token import Token
 
 PAIR = Pair("small", "big")
-FIGURES = ("quality", "cost", "ms")
-MORE = {"small": ("mean_logprob", "answer", "cut"), "token": ("share_big",)}
 ROOM = 3
 
 
@@ -59,11 +67,9 @@ class Recorded:
 
 def recorded(values: dict[str, Any]) -> Recorded:
     """Read one row. Raises `ValueError`."""
-    see_no_other(values, {"prompt", "messages", "cluster", "small", "big", "token"})
+    see_no_other(values, set(RECORDED))
     prompt = prompt_of(values)
-    cluster = values.get("cluster", digest(prompt))
-    if not isinstance(cluster, str):
-        raise ValueError("cluster is not a text")
+    cluster = cluster_of(values, prompt)
     small, big = (values.get(name) for name in ("small", "big"))
     return Recorded(prompt, cluster, played(small, "small"), played(big, "big"), heard(small or {}), mixed(values))
 
@@ -81,20 +87,8 @@ def mixed(values: dict[str, Any]) -> tuple[Played, float] | None:
 
 def played(values: Any, who: str) -> Played:
     """Read what one model did."""
-    if not isinstance(values, dict):
-        raise ValueError(f"{who} is missing; give its quality, cost and ms")
-    see_no_other(values, {*FIGURES, *MORE.get(who, ())}, f" in {who}")
-    found = Played(*(number(values.get(name), f"{who}.{name}") for name in FIGURES))
-    if found.quality > 1:
-        raise ValueError(f"{who}.quality is above 1")
-    return found
-
-
-def number(value: Any, name: str) -> float:
-    """Take a number that is not below 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e15:
-        raise ValueError(f"{name} is not a number, 0 or more")
-    return float(value)
+    quality = quality_of(values, who)
+    return Played(quality, *(number(values.get(name), f"{who}.{name}") for name in FIGURES[1:]))
 
 
 def heard(values: dict[str, Any]) -> Heard | None:
