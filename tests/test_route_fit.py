@@ -28,7 +28,7 @@ from kvlingo.serve.routing.choosing import Choice, Heard, Pair, Prompt
 from kvlingo.serve.routing.comparing import Played, Recorded, compare, over_random, table
 from kvlingo.serve.routing.features import BUCKETS, NAMES, WIDTH, features
 from kvlingo.serve.routing.learned import Classifier, Learned, Saved, load_router, save_router
-from kvlingo.serve.routing.learning import Labelled, areas, cut_for, fit, fitted, judged
+from kvlingo.serve.routing.learning import Labelled, areas, cut_for, fit, fitted, judged, labelled
 from kvlingo.serve.routing.rows import digest, prompt_of
 from kvlingo.serve.routing.rules import NEVER, Measured, Rules, read_rules
 from kvlingo.serve.routing.threshold import Threshold, ThresholdRule
@@ -149,6 +149,85 @@ def test_the_numbers_say_what_scikit_learn_says() -> None:
     assert shape.mean(0).abs().max() < 1e-5
 
 
+SMALL, BIG = {"quality": 0.5, "cost": 1, "ms": 2, "mean_logprob": -1, "answer": "a"}, {"quality": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("told", "tolerance", "big", "said_by"),
+    [
+        ({"label": "big"}, 0.0, True, "label"),
+        ({"label": "small", "cluster": "c"}, 0.0, False, "label"),
+        ({"preferred": "big"}, 0.0, True, "preferred"),
+        ({"preferred": "small"}, 0.0, False, "preferred"),
+        ({"preferred": "tie"}, 0.0, False, "preferred"),
+        ({"small": SMALL, "big": BIG}, 0.0, True, "quality"),
+        ({"small": SMALL, "big": BIG}, 0.2, True, "quality"),
+        ({"small": SMALL, "big": BIG}, 0.25, False, "quality"),
+        ({"small": {"quality": 0.7}, "big": {"quality": 0.8}}, 0.1, False, "quality"),
+        ({"small": SMALL, "big": {"quality": 0.5}, "cluster": "c"}, 0.0, False, "quality"),
+        ({"small": {"quality": 0}, "big": {"quality": 0}}, 0.0, False, "quality"),
+    ],
+)
+def test_who_is_to_answer_is_told_in_three_ways(
+    told: dict[str, Any], tolerance: float, big: bool, said_by: str
+) -> None:
+    assert labelled({"prompt": "x", **told}, tolerance) == Labelled("x", big, told.get("cluster"), said_by)
+
+
+@pytest.mark.parametrize("kind", ["preferred", "quality"])
+def test_three_ways_to_tell_fit_one_router(kind: str, saved: Saved) -> None:
+    def row(each: Labelled) -> dict[str, Any]:
+        if kind == "preferred":
+            return {"prompt": each.prompt, "preferred": "big" if each.big else "tie"}
+        return {"prompt": each.prompt, "small": {"quality": 1 - each.big}, "big": {"quality": 1}}
+
+    assert fit([labelled(row(each)) for each in planted()]) == saved
+
+
+def test_rows_of_one_cluster_are_not_judged_on_each_other() -> None:
+    """Paraphrases under one cluster: each is known from its neighbours, none from another cluster."""
+    draw = random.Random(3)
+    rows = []
+    for number in range(60):
+        own = "".join(draw.choices("abcdefghij", k=12))
+        rows += [Labelled(f"{own} {own} once more {again}", number < 30, f"c{number}") for again in range(6)]
+    draw.shuffle(rows)
+    apart = [Labelled(row.prompt, row.big) for row in rows]
+    assert fit(apart).report["verdict"] == "PASS", "by prompt alone the neighbours give it away"
+    found = fit(rows)
+    assert found.report["verdict"] == "FAIL"
+    assert (found.report["prompts"], len(found.seen)) == (360, 360)
+    with pytest.raises(BadInput, match="rows of different clusters"):
+        fit([*rows, Labelled(rows[0].prompt, True, "another")])
+
+
+def test_one_recorded_file_is_fitted_on_and_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for each in planted(160):
+        small = {
+            "quality": 0.2 if each.big else 0.95,
+            "cost": 1,
+            "ms": 10,
+            "mean_logprob": -1,
+            "answer": "a",
+            "cut": False,
+        }
+        rows.append({"prompt": each.prompt, "small": small, "big": {"quality": 1.0, "cost": 5, "ms": 50}})
+    first, second = written_rows(tmp_path / "a.jsonl", rows[:100]), written_rows(tmp_path / "b.jsonl", rows[100:])
+    out = tmp_path / "router"
+    assert run("route", "fit", str(first), "--out", str(out), "--tolerance", "0.1", "--json") == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (report["labels_by"], report["tolerance"]) == ({"label": 0, "preferred": 0, "quality": 100}, 0.1)
+    assert report["share_labelled_big"] == 0.5
+    assert load_router(out).report == report
+    assert run("route", "eval", str(second), "--learned", str(out), "--json") == 0
+    arms = json.loads(capsys.readouterr().out.splitlines()[-1])["arms"]
+    assert arms["learned"]["quality"]["mean"] > arms["always small"]["quality"]["mean"]
+    labels = written_rows(tmp_path / "l.jsonl", as_rows(planted(80)))
+    assert run("route", "fit", str(labels), "--out", str(tmp_path / "x"), "--tolerance", "0.1") == 2
+    assert "which a tolerance is about" in capsys.readouterr().err
+
+
 def test_too_few_rows_are_refused() -> None:
     with pytest.raises(BadInput, match="19 different prompts are labelled big"):
         fit([*planted(80)[::2], *[row for row in planted(80) if row.big][:19]])
@@ -245,7 +324,13 @@ def test_numbers_that_are_none_are_refused(saved: Saved, broken: dict[str, Any])
     [
         ("{", "line 2: not JSON"),
         ("[1]", "line 2: not a JSON object"),
-        ('{"prompt": "x"}', "label is neither"),
+        ('{"prompt": "x"}', "nothing says who is to answer"),
+        ('{"prompt": "x", "preferred": "both"}', "preferred is none of small, big and tie"),
+        ('{"prompt": "x", "preferred": "tie", "label": "big"}', "unknown field 'preferred'"),
+        ('{"prompt": "x", "small": {"quality": 1}}', "big is missing"),
+        ('{"prompt": "x", "small": {"quality": 1}, "big": {}}', "big.quality is not a number"),
+        ('{"prompt": "x", "small": {"quality": 1}, "big": {"quality": 1, "ms_": 1}}', "unknown field 'ms_' in big"),
+        ('{"prompt": "x", "cluster": 1, "label": "big"}', "cluster is not a text"),
         ('{"prompt": "x", "label": "huge"}', "label is neither"),
         ('{"label": "big"}', "either prompt or messages"),
         ('{"prompt": "x", "messages": [], "label": "big"}', "either prompt or messages"),
@@ -361,6 +446,50 @@ def test_a_cascade_pays_and_waits_for_both() -> None:
     assert arm["share_big"]["mean"] == pytest.approx(2 / 3)
 
 
+def test_a_cascade_reads_recorded_answers() -> None:
+    small, big = Played(0.0, 1.0, 10.0), Played(1.0, 5.0, 70.0)
+    said = ("fine", "I can't say", "going round " * 20, "half")
+    rows = [Recorded(text, text, small, big, Heard(0, -0.5, text, text == "half")) for text in said]
+
+    def to_big(rule: CascadeRule) -> float:
+        return float(compare(rows, [Cascade(PAIR, rule)])["arms"]["cascade"]["share_big"]["mean"])
+
+    assert to_big(CascadeRule()) == pytest.approx(1 / 4)
+    assert to_big(CascadeRule(escalate_repeating=1.0)) == 0
+    assert to_big(CascadeRule(escalate_matching=("can't",))) == pytest.approx(2 / 4)
+    assert to_big(CascadeRule(escalate_matching=("can't",), escalate_cut=True)) == pytest.approx(3 / 4)
+    curve = compare(rows, [Cascade(PAIR, CascadeRule(escalate_cut=True))])["cascade_curve"]
+    assert [point["share_big"] for point in curve] == [pytest.approx(2 / 4), 1.0], "its other rules stay"
+
+
+def test_rules_that_read_answers_need_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def with_answers(count: int) -> Path:
+        rows = [row_of(row) for row in record(4)]
+        for row in rows[:count]:
+            row["small"] |= {"answer": "going round " * 20, "cut": True}
+        return written_rows(tmp_path / "r.jsonl", rows)
+
+    rules = tmp_path / "rules.toml"
+    assert run("route", "eval", str(with_answers(4)), "--json") == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (report["notes"], report["arms"]["cascade"]["share_big"]["mean"]) == ([], 1.0)
+    assert run("route", "eval", str(with_answers(3)), "--json") == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["notes"] == ["cascade does not look for repetition: not every row has small.answer"]
+    assert report["arms"]["cascade"]["share_big"]["mean"] < 1, "then of no row"
+    for text, words in (
+        ("escalate_cut = true", "reads small.cut"),
+        ("escalate_matching = ['x']", "reads small.answer"),
+        ("escalate_shorter_than = 3", "reads small.answer"),
+        ("escalate_repeating = 0.5", "reads small.answer"),
+    ):
+        rules.write_text(f"[cascade]\n{text}\n")
+        assert run("route", "eval", str(with_answers(3)), "--rules", str(rules)) == 2
+        assert words in capsys.readouterr().err
+        assert run("route", "eval", str(with_answers(4)), "--rules", str(rules)) == 0
+        capsys.readouterr()
+
+
 def test_what_the_token_router_did_is_taken_from_the_record() -> None:
     small, big, heard = Played(0.0, 1.0, 10.0), Played(1.0, 5.0, 70.0), Heard(0, -2.0)
     rows = [
@@ -385,7 +514,7 @@ def test_the_token_router_stands_in_the_table_where_every_row_has_it(
     assert run("route", "eval", str(file), "--json") == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "token" not in report["arms"]
-    assert report["notes"] == ["token is left out: not every row has what it did"]
+    assert report["notes"][1:] == ["token is left out: not every row has what it did"]
     (tmp_path / "rules.toml").write_text("[token]\nfrom_nats = 2.0\n")
     assert run("route", "eval", str(file), "--rules", str(tmp_path / "rules.toml")) == 2
     assert "recorded, not replayed" in capsys.readouterr().err
@@ -463,6 +592,8 @@ def test_without_log_probabilities_the_cascade_is_left_out_and_that_is_said(
         ({"big": {"quality": 1, "cost": 1}}, "big.ms is not a number"),
         ({"big": {"quality": 1, "cost": 1, "ms": 1, "mean_logprob": -1}}, "unknown field 'mean_logprob' in big"),
         ({"small": {"quality": 1, "cost": 1, "ms": 1, "mean_logprob": 1}}, "0 or less"),
+        ({"small": {"quality": 1, "cost": 1, "ms": 1, "mean_logprob": -1, "answer": 3}}, "small.answer is not a text"),
+        ({"small": {"quality": 1, "cost": 1, "ms": 1, "mean_logprob": -1, "cut": 1}}, "small.cut not true or false"),
         ({"cluster": 3}, "cluster is not a text"),
         ({"token": {"quality": 1, "cost": 1, "ms": 1}}, "token.share_big is not a number"),
         ({"token": {"quality": 1, "cost": 1, "ms": 1, "share_big": 2}}, "token.share_big is above 1"),

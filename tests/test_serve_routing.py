@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -116,6 +117,58 @@ def test_doubt_decides(mean: float | None, model: str) -> None:
     assert Cascade(PAIR, CascadeRule(-1.0)).judge(Heard(3, mean)).model == model
 
 
+def judged(rule: CascadeRule, text: str | None, *, cut: bool | None = False) -> Choice:
+    return Cascade(PAIR, rule).judge(Heard(30, -0.1, text, cut))
+
+
+LOOP = "I am not sure what you mean. " * 8
+PROSE = "".join(f"The {i} th house of {i * i} stands by itself, and {i + 3} others behind it. " for i in range(20))
+
+
+@pytest.mark.parametrize(
+    ("text", "goes"),
+    [
+        (LOOP, True),
+        ("the " * 60, True),
+        ("\u8fd9\u662f\u4e00\u53e5\u8bdd\u3002" * 30, True),
+        (LOOP[:90], False),
+        (PROSE, False),
+        (json.dumps([{"name": f"user {i}", "value": 7 * i, "active": True} for i in range(40)]), False),
+        (", ".join(map(str, range(300))), False),
+        ("", False),
+        (None, False),
+    ],
+    ids=["loop", "word", "no spaces", "short", "prose", "json", "numbers", "empty", "not known"],
+)
+def test_an_answer_that_goes_in_circles_is_given_away(text: str | None, goes: bool) -> None:
+    choice = judged(CascadeRule(), text)
+    assert choice.model == ("org/big" if goes else "small")
+    assert ("repeats itself" in choice.reason) == goes
+    assert judged(CascadeRule(escalate_repeating=1.0), text).model == "small"
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "cut", "reason"),
+    [
+        (CascadeRule(escalate_shorter_than=4), "  no \n", False, "has 2 characters, fewer than 4"),
+        (CascadeRule(escalate_shorter_than=2), "  no \n", False, None),
+        (CascadeRule(escalate_matching=("xyz", "(?i)i (don't|can't) ")), "I DON'T know", False, "expression 2"),
+        (CascadeRule(escalate_matching=("^know",)), "I don't know", False, None),
+        (CascadeRule(escalate_cut=True), "half an answ", True, "was cut"),
+        (CascadeRule(escalate_cut=True), "a whole one", False, None),
+        (CascadeRule(escalate_cut=True), "who knows", None, None),
+        (CascadeRule(), "half an answ", True, None),
+    ],
+)
+def test_an_answer_is_scored_by_what_it_says(
+    rule: CascadeRule, text: str, cut: bool | None, reason: str | None
+) -> None:
+    choice = judged(rule, text, cut=cut)
+    assert choice.model == ("org/big" if reason else "small")
+    assert (reason or "mean log-probability") in choice.reason
+    assert "know" not in choice.reason, "a reason holds no word of an answer"
+
+
 # --- answering -------------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +220,26 @@ def test_an_answer_in_doubt_is_never_seen() -> None:
     assert found[-1].ttft_ms >= 12.5 + 5 * 10, "the time of the first answer counts"
     stats = routed.stats()
     assert (stats["routed"], stats["routed_to_the_other"], stats["routed_tokens_discarded"]) == (1, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (replace(KEEPS, escalate_cut=True), "was cut"),
+        (replace(KEEPS, escalate_shorter_than=10_000), "fewer than 10000"),
+        (replace(KEEPS, escalate_matching=("[a-z]", "x")), "expression 1"),
+    ],
+)
+def test_what_a_router_reads_is_the_whole_first_answer(rule: CascadeRule, reason: str) -> None:
+    engine = FakeEngine()
+    found = heard_by(RoutedEngine(engine, Cascade(PAIR, rule)), asked())
+    assert said(found) == said(heard_by(FakeEngine(), asked("org/big")))
+    route = begun_of(found).route
+    assert route is not None
+    assert reason in route.reason
+    length = len(said(heard_by(FakeEngine(), asked("small"))).strip())
+    sure = replace(KEEPS, escalate_shorter_than=length)
+    assert begun_of(heard_by(RoutedEngine(FakeEngine(), Cascade(PAIR, sure)), asked())).model == "small"
 
 
 @pytest.mark.parametrize("error", [TooLong(600, 512), Unsupported("tools")], ids=["too long", "unsupported"])
@@ -251,6 +324,26 @@ def test_the_big_model_takes_over_by_a_switch(limit: float, model: str) -> None:
         assert found.ids == cold_ids(lm, text)
         assert found.begun.source == ("a" if model == "b" else None)
         assert (found.begun.translated_tokens > 100) == (model == "b")
+
+
+@pytest.mark.parametrize(
+    ("rule", "model"),
+    [
+        (CascadeRule(-1e5, escalate_cut=True), "b"),
+        (CascadeRule(-1e5, escalate_shorter_than=7), "b"),
+        (CascadeRule(-1e5, escalate_shorter_than=6), "a"),
+        (CascadeRule(-1e5, escalate_matching=("^[a-z]{6}$",)), "b"),
+        (CascadeRule(-1e5, escalate_matching=("[^a-z]",)), "a"),
+    ],
+)
+def test_an_answer_of_a_model_is_scored_by_its_text(rule: CascadeRule, model: str) -> None:
+    """Six letters, cut by the limit of tokens: what a rule reads is what the tiny model said."""
+    text = tiny.text(40)
+    with twin_engine() as (engine, lm):
+        routed = RoutedEngine(engine, Cascade(Pair("a", "b"), rule))
+        found = within(answer(cast("Any", routed), request_for(lm, AUTO, text)))
+    assert found.begun.model == model
+    assert found.ids == cold_ids(lm, text)
 
 
 # --- over HTTP -------------------------------------------------------------------------------------------------------
@@ -388,9 +481,14 @@ def test_a_bad_router_is_one_line_before_any_model_is_loaded(
 
 def test_rules_reach_the_router(tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
-    file.write_text("[cascade]\nescalate_below = -2\n")
+    file.write_text(
+        "[cascade]\nescalate_below = -2\nescalate_repeating = 1\nescalate_shorter_than = 3\nescalate_cut = true\n"
+        "escalate_matching = ['(?i)i can.t', '^$']\n"
+    )
     settings = Settings(models={"x": "x", "y": "y"}, small="x", big="y", router="cascade", rules=file)
-    assert build_router(settings, read_rules(file)) == Cascade(Pair("x", "y"), CascadeRule(-2.0))
+    assert build_router(settings, read_rules(file)) == Cascade(
+        Pair("x", "y"), CascadeRule(-2.0, 1.0, 3, ("(?i)i can.t", "^$"), True)
+    )
     for router in ("threshold", "explicit"):
         with pytest.raises(BadInput, match=f"the router is {router}"):
             build_router(Settings(models=MODELS, router=router, rules=file), read_rules(file))
@@ -411,6 +509,11 @@ SWITCH = (
         ("[cascade]\nescalate_above = -1", "there are: escalate_below"),
         ("[cascade]\nescalate_below = 0.5", "0 or less"),
         ("[cascade]\nescalate_below = nan", "0 or less"),
+        ("[cascade]\nescalate_repeating = 0", "share above 0"),
+        ("[cascade]\nescalate_shorter_than = -1", "0 or more"),
+        ("[cascade]\nescalate_matching = 'x'", "list of regular expressions"),
+        ("[cascade]\nescalate_matching = ['x', '(']", "no regular expression"),
+        ("[cascade]\nescalate_cut = 1", "true or false"),
         ("[threshold]\nturn = 0", "above 0"),
         ("[threshold]\nturn = true", "whole number"),
         ("[threshold]\nquestion_chars = 1.5", "whole number"),

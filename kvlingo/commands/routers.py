@@ -20,7 +20,9 @@ def route_fit(
         Path,
         typer.Argument(
             metavar="DATA.jsonl",
-            help='Rows {"prompt": text, "label": "small"|"big"}, or with "messages": which model is to answer.',
+            help='Rows with "prompt" or "messages", and which model is to answer: "label": "small"|"big"; or whose answer was '
+            'liked better, "preferred": "small"|"big"|"tie"; or how good both were, "small": {"quality": 0 to 1} and "big" '
+            "likewise, as `kvlingo route eval` takes them.",
             show_default=False,
         ),
     ],
@@ -34,6 +36,14 @@ def route_fit(
             show_default=False,
         ),
     ] = None,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="How much worse than the big model's answer a small one's is still good enough, by quality.",
+        ),
+    ] = 0.0,
     seed: Seed = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the router that is there.")] = False,
     as_json: AsJson = False,
@@ -42,7 +52,9 @@ def route_fit(
     with stoppable("nothing was written"):
         from kvlingo.serve.routing import learning
 
-        report = learning.fit_router(data, out, big_share=big_share, seed=seed, overwrite=overwrite)
+        report = learning.fit_router(
+            data, out, big_share=big_share, tolerance=tolerance, seed=seed, overwrite=overwrite
+        )
     for line in learning.lines(report):
         typer.echo(line)
     emit(report, as_json)
@@ -56,7 +68,8 @@ def route_eval(
         typer.Argument(
             metavar="RECORDED.jsonl",
             help='Rows with "prompt" or "messages", and for "small" and "big" {"quality": 0 to 1, "cost", "ms"}; '
-            '"mean_logprob" of small for the cascade; "token" like small, with "share_big", for the router token; '
+            '"mean_logprob" of small for the cascade, and its "answer" and "cut" (by its limit) for rules that read them; '
+            '"token" like small, with "share_big", for the router token; '
             '"cluster" for rows that belong together.',
             show_default=False,
         ),

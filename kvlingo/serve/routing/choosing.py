@@ -40,10 +40,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Heard:
-    """A whole answer that nobody has seen yet. `mean_logprob`: of its tokens, in nats; None where it has none."""
+    """A whole answer that nobody has seen yet.
+
+    Fields:
+        mean_logprob: of its tokens, in nats; None where it has none.
+        text: None where it was not recorded.
+        cut: whether its limit of tokens ended it; None where that was not recorded.
+    """
 
     tokens: int
     mean_logprob: float | None
+    text: str | None = None
+    cut: bool | None = None
 
 
 class Router(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,26 @@ from torch import Tensor
 
 from kvlingo.errors import BadInput
 from kvlingo.metrics import Estimate, as_estimate, cluster_bootstrap, estimates
-from kvlingo.serve.routing.cascade import Cascade, CascadeRule
+from kvlingo.serve.routing.cascade import NEVER_REPEATS, Cascade, CascadeRule
 from kvlingo.serve.routing.choosing import Heard, Pair, Prompt, Router
 from kvlingo.serve.routing.learned import load_router
 from kvlingo.serve.routing.learning import router_of, shown
-from kvlingo.serve.routing.rows import digest, prompt_of, read_rows, see_no_other
+from kvlingo.serve.routing.rows import (
+    FIGURES,
+    RECORDED,
+    cluster_of,
+    digest,
+    number,
+    prompt_of,
+    quality_of,
+    read_rows,
+    see_no_other,
+)
 from kvlingo.serve.routing.rules import Rules, read_rules
 from kvlingo.serve.routing.threshold import Threshold, ThresholdRule
 from kvlingo.serve.routing.token import Token
 
 PAIR = Pair("small", "big")
-FIGURES = ("quality", "cost", "ms")
-MORE = {"small": ("mean_logprob",), "token": ("share_big",)}
 ROOM = 3
 
 
@@ -59,11 +67,9 @@ class Recorded:
 
 def recorded(values: dict[str, Any]) -> Recorded:
     """Read one row. Raises `ValueError`."""
-    see_no_other(values, {"prompt", "messages", "cluster", "small", "big", "token"})
+    see_no_other(values, set(RECORDED))
     prompt = prompt_of(values)
-    cluster = values.get("cluster", digest(prompt))
-    if not isinstance(cluster, str):
-        raise ValueError("cluster is not a text")
+    cluster = cluster_of(values, prompt)
     small, big = (values.get(name) for name in ("small", "big"))
     return Recorded(prompt, cluster, played(small, "small"), played(big, "big"), heard(small or {}), mixed(values))
 
@@ -81,30 +87,21 @@ def mixed(values: dict[str, Any]) -> tuple[Played, float] | None:
 
 def played(values: Any, who: str) -> Played:
     """Read what one model did."""
-    if not isinstance(values, dict):
-        raise ValueError(f"{who} is missing; give its quality, cost and ms")
-    see_no_other(values, {*FIGURES, *MORE.get(who, ())}, f" in {who}")
-    found = Played(*(number(values.get(name), f"{who}.{name}") for name in FIGURES))
-    if found.quality > 1:
-        raise ValueError(f"{who}.quality is above 1")
-    return found
-
-
-def number(value: Any, name: str) -> float:
-    """Take a number that is not below 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e15:
-        raise ValueError(f"{name} is not a number, 0 or more")
-    return float(value)
+    quality = quality_of(values, who)
+    return Played(quality, *(number(values.get(name), f"{who}.{name}") for name in FIGURES[1:]))
 
 
 def heard(values: dict[str, Any]) -> Heard | None:
-    """Read how sure the small model was; null: its answer was empty."""
+    """Read how sure the small model was, and what it said where that is there; a log-probability of null: nothing."""
     if "mean_logprob" not in values:
         return None
     value = values["mean_logprob"]
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e9 < value <= 0):
         raise ValueError("small.mean_logprob is not a log-probability, 0 or less")
-    return Heard(0, None if value is None else float(value))
+    text, cut = values.get("answer"), values.get("cut")
+    if not isinstance(text, str | None) or not isinstance(cut, bool | None):
+        raise ValueError("small.answer is not a text, or small.cut not true or false")
+    return Heard(0, None if value is None else float(value), text, cut)
 
 
 def compare_file(file: Path, *, rules: Path | None, learned: Path | None, seed: int) -> dict[str, Any]:
@@ -120,7 +117,12 @@ def compare_file(file: Path, *, rules: Path | None, learned: Path | None, seed: 
             raise BadInput(f"{rules} has limits of the cascade, and not every row has small.mean_logprob")
         notes.append("cascade is left out: not every row has small.mean_logprob")
     else:
-        routers.append(Cascade(PAIR, limits.cascade or CascadeRule()))
+        rule = limits.cascade or CascadeRule()
+        see_recorded(rows, rule, rules)
+        if any(row.heard.text is None for row in rows if row.heard):
+            rule = replace(rule, escalate_repeating=NEVER_REPEATS)
+            notes.append("cascade does not look for repetition: not every row has small.answer")
+        routers.append(Cascade(PAIR, rule))
     if limits.token:
         raise BadInput(f"{rules} has a limit of the router token; what it did is recorded, not replayed: leave it out")
     if all(row.mixed for row in rows):
@@ -132,6 +134,15 @@ def compare_file(file: Path, *, rules: Path | None, learned: Path | None, seed: 
         see_unseen(rows, saved.seen, learned)
         routers.append(router_of(saved, PAIR))
     return {**compare(rows, routers, seed=seed), "notes": notes}
+
+
+def see_recorded(rows: Sequence[Recorded], rule: CascadeRule, file: Path | None) -> None:
+    """Raise `BadInput` where a rule of the cascade reads what not every row has; the default ones are left out instead."""
+    by_text = rule.escalate_shorter_than or rule.escalate_matching
+    by_text = by_text or rule.escalate_repeating not in (CascadeRule().escalate_repeating, NEVER_REPEATS)
+    for name, field, read in (("answer", "text", by_text), ("cut", "cut", rule.escalate_cut)):
+        if read and any(getattr(row.heard, field) is None for row in rows):
+            raise BadInput(f"{file} has a rule of the cascade that reads small.{name}, and not every row has it")
 
 
 def see_unseen(rows: Sequence[Recorded], seen: Sequence[str], folder: Path) -> None:
@@ -191,7 +202,7 @@ def compare(rows: Sequence[Recorded], routers: Sequence[Router], *, seed: int = 
             }
             for router in routers
         },
-        "cascade_curve": curve(rows) if any(router.listens for router in routers) else [],
+        "cascade_curve": [point for router in routers if isinstance(router, Cascade) for point in curve(rows, router)],
     }
 
 
@@ -237,13 +248,16 @@ def over_random(arm: Tensor, small: Tensor, big: Tensor, weights: Tensor) -> Est
     return as_estimate(value, 1.0, *map(float, ends))
 
 
-def curve(rows: Sequence[Recorded]) -> list[dict[str, float]]:
-    """Return what the cascade's limit costs and brings: one point for each tenth of the recorded log-probabilities."""
+def curve(rows: Sequence[Recorded], router: Cascade) -> list[dict[str, float]]:
+    """Return what the cascade's limit costs and brings, one point for each tenth of the recorded log-probabilities.
+
+    Its other rules stay as they are.
+    """
     values = sorted(row.heard.mean_logprob for row in rows if row.heard and row.heard.mean_logprob is not None)
     limits = sorted({values[round(i * (len(values) - 1) / 10)] for i in range(11)}) if values else []
     points = []
     for limit in [*limits, 0.0]:
-        cascade = Cascade(PAIR, CascadeRule(limit))
+        cascade = replace(router, rule=replace(router.rule, escalate_below=limit))
         plays = [replay(cascade, row) for row in rows]
         means = table([play for play, _ in plays]).mean(1).tolist()
         share = sum(big for _, big in plays) / len(rows)

@@ -1,13 +1,13 @@
 """Fit the `learned` router, and say what it is worth on prompts that it was not fitted on: `kvlingo route fit`.
 
-The only module that knows scikit-learn. Rows of one prompt always lie on one side of a split. The curve is made of predictions
-for rows left out (cross-validation); the classifier that is saved is fitted on all.
+The only module that knows scikit-learn. Rows of one prompt, and of one cluster, always lie on one side of a split. The curve is
+made of predictions for rows left out (cross-validation); the classifier that is saved is fitted on all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from kvlingo.metrics import Estimate, as_estimate, cluster_bootstrap, estimates
 from kvlingo.serve.routing.choosing import Pair, Prompt
 from kvlingo.serve.routing.features import NAMES, features
 from kvlingo.serve.routing.learned import FILE, Classifier, Learned, Saved, save_router
-from kvlingo.serve.routing.rows import digest, prompt_of, read_rows, see_no_other
+from kvlingo.serve.routing.rows import RECORDED, cluster_of, digest, prompt_of, quality_of, read_rows, see_no_other
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,30 +36,72 @@ GRID = 11
 MOST_DRAWN = 20_000_000
 
 
+TIE = "tie"
+SAID_BY = ("label", "preferred", "quality")
+
+
 @dataclass(frozen=True)
 class Labelled:
-    """A prompt, and whether the big model is needed for it."""
+    """A prompt, and whether the big model is needed for it.
+
+    Fields:
+        cluster: what lies on one side of a split with it; None: rows of the same prompt.
+        said_by: what told it, one of `SAID_BY`.
+    """
 
     prompt: Prompt
     big: bool
+    cluster: str | None = None
+    said_by: str = "label"
 
 
-def labelled(values: dict[str, Any]) -> Labelled:
-    """Read one row. Raises `ValueError`."""
-    see_no_other(values, {"prompt", "messages", "label"})
+def labelled(values: dict[str, Any], tolerance: float = 0.0) -> Labelled:
+    """Read one row: a label, a preference between the two answers, or how good both were. Raises `ValueError`.
+
+    A tie of a preference is the small model's. By quality the small one is good enough where small ≥ big - tolerance, so
+    also where both are wrong: the big one brings nothing there.
+    """
+    said_by = by_what(values)
     prompt = prompt_of(values)
-    if values.get("label") not in LABELS:
-        raise ValueError("label is neither small nor big: which of the two is to answer")
-    return Labelled(prompt, values["label"] == "big")
+    if said_by == "quality":
+        small, big = (quality_of(values.get(name), name) for name in LABELS)
+        needed = small < big - tolerance - 1e-9  # 0.7 is as good as 0.8 - 0.1
+    else:
+        needed = values[said_by] == "big"
+    return Labelled(prompt, needed, cluster_of(values, prompt) if "cluster" in values else None, said_by)
 
 
-def fit_router(data: Path, out: Path, *, big_share: float | None, seed: int, overwrite: bool) -> dict[str, Any]:
+def by_what(values: dict[str, Any]) -> str:
+    """Return which of `SAID_BY` tells who is to answer; a row is of one kind. Raises `ValueError`."""
+    if "label" in values:
+        see_no_other(values, {"prompt", "messages", "cluster", "label"})
+        if values["label"] not in LABELS:
+            raise ValueError("label is neither small nor big: which of the two is to answer")
+        return "label"
+    if "preferred" in values:
+        see_no_other(values, {"prompt", "messages", "cluster", "preferred"})
+        if values["preferred"] not in (*LABELS, TIE):
+            raise ValueError("preferred is none of small, big and tie: whose answer was liked better")
+        return "preferred"
+    if not {*LABELS} & set(values):
+        raise ValueError("nothing says who is to answer; give label, preferred, or small and big with their quality")
+    see_no_other(values, set(RECORDED))
+    return "quality"
+
+
+def fit_router(
+    data: Path, out: Path, *, big_share: float | None, tolerance: float = 0.0, seed: int, overwrite: bool
+) -> dict[str, Any]:
     """Read rows, fit, save; return the report that was saved."""
     if (out / FILE).exists() and not overwrite:
         raise BadInput(f"{out} holds a router already; choose another place with --out, or give --overwrite")
-    saved = fit(read_rows(data, labelled), big_share=big_share, seed=seed)
-    save_router(out, saved)
-    return dict(saved.report)
+    rows = read_rows(data, lambda values: labelled(values, tolerance))
+    if tolerance and not any(row.said_by == "quality" for row in rows):
+        raise BadInput(f"no row of {data} has the quality of both answers, which a tolerance is about; leave it out")
+    saved = fit(rows, big_share=big_share, seed=seed)
+    told = {"labels_by": {name: sum(row.said_by == name for row in rows) for name in SAID_BY}, "tolerance": tolerance}
+    save_router(out, replace(saved, report={**saved.report, **told}))
+    return {**saved.report, **told}
 
 
 def fit(rows: Sequence[Labelled], *, big_share: float | None = None, seed: int = 0) -> Saved:
@@ -68,21 +110,33 @@ def fit(rows: Sequence[Labelled], *, big_share: float | None = None, seed: int =
     Args:
         big_share: the largest share of requests that is to go to the big model; None: as many as the rows say need it.
     """
-    groups = [digest(row.prompt) for row in rows]
+    prompts = [digest(row.prompt) for row in rows]
+    groups = groups_of(rows, prompts)
     see_enough(rows, groups)
     share = sum(row.big for row in rows) / len(rows) if big_share is None else big_share
     scores = left_out_scores(rows, groups, seed)
     cut = cut_for(scores, share)
     report = judged(scores, [row.big for row in rows], groups, cut, seed)
-    return Saved(fitted(rows, seed, cut), report, tuple(sorted(set(groups))))
+    return Saved(fitted(rows, seed, cut), {**report, "prompts": len(set(prompts))}, tuple(sorted(set(prompts))))
+
+
+def groups_of(rows: Sequence[Labelled], prompts: Sequence[str]) -> list[str]:
+    """Return what each row is split together with. Raises `BadInput` where one prompt would lie on two sides."""
+    groups = [prompt if row.cluster is None else row.cluster for row, prompt in zip(rows, prompts, strict=True)]
+    first: dict[str, str] = {}
+    for prompt, group in zip(prompts, groups, strict=True):
+        if first.setdefault(prompt, group) != group:
+            raise BadInput("one prompt stands in rows of different clusters; give all of its rows the same cluster")
+    return groups
 
 
 def see_enough(rows: Sequence[Labelled], groups: Sequence[str]) -> None:
     """Raise `BadInput` where there is too little to learn from."""
     for label in LABELS:
-        prompts = {group for row, group in zip(rows, groups, strict=True) if row.big == (label == "big")}
-        if len(prompts) < FEWEST:
-            raise BadInput(f"{len(prompts)} different prompts are labelled {label}; give at least {FEWEST} of each")
+        found = {group for row, group in zip(rows, groups, strict=True) if row.big == (label == "big")}
+        if len(found) < FEWEST:
+            what = "prompts" if all(row.cluster is None for row in rows) else "clusters"
+            raise BadInput(f"{len(found)} different {what} are labelled {label}; give at least {FEWEST} of each")
 
 
 # --- fitting ---------------------------------------------------------------------------------------------------------

@@ -55,7 +55,9 @@ class Answer:
         """Return what a router judges by."""
         pieces = [event for event in self.events if isinstance(event, Piece)]
         logprobs = [token.logprob for piece in pieces for token in piece.tokens]
-        return Heard(self.tokens, sum(logprobs) / len(logprobs) if logprobs else None)
+        mean = sum(logprobs) / len(logprobs) if logprobs else None
+        cut = any(isinstance(event, Done) and event.finish_reason == "length" for event in self.events)
+        return Heard(self.tokens, mean, "".join(piece.text for piece in pieces), cut)
 
     @property
     def tokens(self) -> int:
@@ -171,7 +173,8 @@ class RoutedEngine:
             verdict = self._instead(choice, error)
             first.events.clear()
         else:
-            verdict = self._router.judge(first.heard())
+            # Not on the event loop either: rules may read all of a long answer.
+            verdict = await asyncio.to_thread(self._router.judge, first.heard())
         if verdict.model != choice.model:
             self._count("routed_to_the_other", bool(first.events))
             self._count("routed_tokens_discarded", first.tokens)

@@ -16,6 +16,11 @@ from kvlingo.serve.routing.choosing import Prompt, contents
 
 Row = TypeVar("Row")
 
+FIGURES = ("quality", "cost", "ms")
+MORE = {"small": ("mean_logprob", "answer", "cut"), "token": ("share_big",)}
+RECORDED = frozenset({"prompt", "messages", "cluster", "small", "big", "token"})
+"""The fields of a row of recorded answers, and what is told of each model's."""
+
 
 def read_rows(file: Path, row: Callable[[dict[str, Any]], Row]) -> list[Row]:
     """Read a file line by line; empty lines don't count. Raises `BadInput` for the first line that `row` refuses."""
@@ -60,6 +65,32 @@ def prompt_of(values: dict[str, Any]) -> Prompt:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+
+
+def cluster_of(values: dict[str, Any], prompt: Prompt) -> str:
+    """Return what a row is drawn and split together with: its `cluster`, or its prompt. Raises `ValueError`."""
+    cluster = values.get("cluster", digest(prompt))
+    if not isinstance(cluster, str):
+        raise ValueError("cluster is not a text")
+    return cluster
+
+
+def quality_of(values: Any, who: str) -> float:
+    """Return how good one model's answer was, from 0 to 1. Raises `ValueError`."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{who} is missing; give its quality, cost and ms")
+    see_no_other(values, {*FIGURES, *MORE.get(who, ())}, f" in {who}")
+    quality = number(values.get("quality"), f"{who}.quality")
+    if quality > 1:
+        raise ValueError(f"{who}.quality is above 1")
+    return quality
+
+
+def number(value: Any, name: str) -> float:
+    """Take a number that is not below 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e15:
+        raise ValueError(f"{name} is not a number, 0 or more")
+    return float(value)
 
 
 def see_no_other(values: dict[str, Any], known: set[str], where: str = "") -> None:

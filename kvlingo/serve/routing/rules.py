@@ -7,6 +7,7 @@ is an error.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -101,7 +102,14 @@ def threshold(table: Any) -> ThresholdRule:
 
 def cascade(table: Any) -> CascadeRule:
     """Read [cascade]."""
-    return CascadeRule(**values(table, "cascade", {"escalate_below": not_positive}))
+    readers: dict[str, Callable[[Any], Any]] = {
+        "escalate_below": not_positive,
+        "escalate_repeating": share,
+        "escalate_shorter_than": count,
+        "escalate_matching": expressions,
+        "escalate_cut": flag,
+    }
+    return CascadeRule(**values(table, "cascade", readers))
 
 
 def token(table: Any) -> TokenRule:
@@ -161,6 +169,32 @@ def not_positive(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e6 < value <= 0:
         raise ValueError("give a log-probability, 0 or less")
     return float(value)
+
+
+def share(value: Any) -> float:
+    """Take a share."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ValueError("give a share above 0, up to 1 (never)")
+    return float(value)
+
+
+def flag(value: Any) -> bool:
+    """Take yes or no."""
+    if not isinstance(value, bool):
+        raise ValueError("give true or false")
+    return value
+
+
+def expressions(value: Any) -> tuple[str, ...]:
+    """Take regular expressions; each is tried now, so that none fails when an answer is there."""
+    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+        raise ValueError("give a list of regular expressions")
+    for each in value:
+        try:
+            re.compile(each)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"{each!r} is no regular expression: {error}") from error
+    return tuple(value)
 
 
 def entropy(value: Any) -> float:
