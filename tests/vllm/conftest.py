@@ -45,7 +45,7 @@ ADAPTERS, RANK = ("one", "two"), 4
 PIECE = 256  # tokens of a prompt that the servers `sync` and `ends` read at a time
 PIECES = ("--max-num-batched-tokens", str(PIECE), "--enable-chunked-prefill")
 SINK, TAIL = 2, 16  # of the server `ends`
-FEW_BLOCKS = 24  # of the server `sync`: two long prompts' worth, less than many requests at a time want
+FEW_BLOCKS = 24  # of the server `sync`: one longest prompt and a half, less than eight requests at a time want
 REDIS_PASSWORD = "only in the environment"
 
 

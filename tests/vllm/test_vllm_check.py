@@ -42,10 +42,12 @@ def test_the_command_passes_here(
         return Lent(**vars(server))
 
     monkeypatch.setattr(checking, "start_server", lend)
-    main(["vllm-check", "--json"])
-    said = capsys.readouterr().out
-    assert "so is the next turn" in said
-    result = json.loads(said[said.index("{") :])
+    with pytest.raises(SystemExit) as left:
+        main(["vllm-check", "--json"])
+    said = capsys.readouterr()
+    assert left.value.code == 0, said.err
+    assert "passed: so is the next turn" in said.out
+    result = json.loads(said.out.rstrip("\n").splitlines()[-1])
     assert (result["verdict"], result["dtype"]) == ("PASS", "float32")
     assert [check["passed"] for check in result["checks"]] == [True] * 5
 

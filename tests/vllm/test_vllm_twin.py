@@ -288,7 +288,7 @@ def test_requests_that_push_each_other_out_and_load_within_a_step(fleet: Fleet) 
     assert sync.metric("vllm:num_preemptions_total") > before
     for many, alone in zip(together, own, strict=True):
         assert many.told["status"] == "applied"
-        assert many.told["prompt"]["recomputed"] == 2
+        assert many.told["prompt"]["recomputed"] <= 2, "one that comes again may find all of its prompt"
         assert many.far_from(alone) <= SAME
 
 
