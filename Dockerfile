@@ -12,7 +12,7 @@ RUN /app/bin/pip install --no-cache-dir --disable-pip-version-check --index-url 
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY kvlingo ./kvlingo
-RUN /app/bin/pip install --no-cache-dir --disable-pip-version-check '.[serve,gguf]'
+RUN /app/bin/pip install --no-cache-dir --disable-pip-version-check '.[serve,gguf,hub,json,otel,route]'
 
 FROM python:3.12-slim
 RUN groupadd --gid 10001 kvlingo \

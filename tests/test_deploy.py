@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import re
 import tomllib
@@ -67,23 +68,37 @@ def settings() -> Settings:
 
 def from_toml() -> Object:
     table = tomllib.loads(of_kind("ConfigMap")["data"]["kvlingo.toml"])
-    return {name: Path(value) if name in ("keys", "cache_dir") else value for name, value in table.items()}
+    paths = {name: Path(table[name]) for name in ("keys", "cache_dir")}
+    return {**table, **paths, "translators": tuple(map(Path, table["translators"]))}
 
 
-# --- the schema ------------------------------------------------------------------------------------------------------
+OFFICIAL = ("1.28", "1.37")
+"""Releases of Kubernetes whose own schemas are asked, the oldest and the newest."""
+
+needs_official = pytest.mark.skipif(
+    importlib.util.find_spec("kubernetes_validate") is None, reason="needs the Python package kubernetes-validate"
+)
 
 
-def test_the_manifests_keep_to_the_schema() -> None:
-    Draft202012Validator.check_schema(SCHEMA)
-    found = objects()
-    assert sorted(x["kind"] for x in found) == ["ConfigMap", "Deployment", "PersistentVolumeClaim", "Secret", "Service"]
-    assert [fault for one in found for fault in faults(one)] == []
+def official_faults(one: Object, version: str) -> list[str]:
+    """Return what Kubernetes' own schema of a release says, which knows every field and takes no other."""
+    import kubernetes_validate as official
+
+    try:
+        official.validate(one, version, strict=True)
+    except (official.ValidationError, official.SchemaNotFoundError) as error:
+        return [error.message]
+    return []
+
+
+def within(one: Any, step: str) -> Any:
+    return one[int(step) if isinstance(one, list) else step]
 
 
 def without(*path: str) -> Callable[[Object], None]:
     def change(one: Object) -> None:
         for step in path[:-1]:
-            one = one[step]
+            one = within(one, step)
         del one[path[-1]]
 
     return change
@@ -92,10 +107,56 @@ def without(*path: str) -> Callable[[Object], None]:
 def with_value(value: Any, *path: str) -> Callable[[Object], None]:
     def change(one: Object) -> None:
         for step in path[:-1]:
-            one = one[step]
+            one = within(one, step)
         one[path[-1]] = value
 
     return change
+
+
+# --- the schema ------------------------------------------------------------------------------------------------------
+
+
+def test_the_manifests_keep_to_the_schema() -> None:
+    Draft202012Validator.check_schema(SCHEMA)
+    found = objects()
+    assert sorted(x["kind"] for x in found) == [
+        "ConfigMap",
+        "Deployment",
+        "PersistentVolumeClaim",
+        "Pod",
+        "Secret",
+        "Service",
+    ]
+    assert [fault for one in found for fault in faults(one)] == []
+
+
+@needs_official
+@pytest.mark.parametrize("version", OFFICIAL)
+def test_the_manifests_keep_to_kubernetes_own_schemas(version: str) -> None:
+    assert [fault for one in objects() for fault in official_faults(one, version)] == []
+
+
+@needs_official
+@pytest.mark.parametrize(
+    ("kind", "harm"),
+    [
+        ("Deployment", with_value(5, "spec", "template", "spec", "containers", "0", "name")),
+        ("Deployment", with_value("RollingUpdates", "spec", "strategies")),
+        ("Deployment", with_value(["x"], "spec", "selector")),
+        ("Deployment", without("spec", "selector")),
+        ("Deployment", with_value("8000", "spec", "replicas")),
+        ("Service", with_value({"name": "x"}, "spec", "ports")),
+        ("PersistentVolumeClaim", with_value([1], "spec", "accessModes")),
+        ("ConfigMap", with_value({"kvlingo.toml": 5}, "data")),
+        ("Pod", without("spec", "containers")),
+        ("Secret", with_value("CronJob", "kind")),
+        ("Deployment", with_value("extensions/v1beta1", "apiVersion")),
+    ],
+)
+def test_kubernetes_own_schemas_see_what_is_wrong(kind: str, harm: Callable[[Object], None]) -> None:
+    one = copy.deepcopy(of_kind(kind))
+    harm(one)
+    assert official_faults(one, OFFICIAL[-1])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +235,8 @@ def test_probes_ask_where_the_server_answers() -> None:
 
 def test_what_is_mounted_is_there_and_where_the_settings_look_for_it() -> None:
     volumes = {volume["name"]: volume for volume in pod()["volumes"]}
-    mounts = {mount["name"]: Path(mount["mountPath"]) for mount in container()["volumeMounts"]}
+    listed = container()["volumeMounts"]
+    mounts = {mount["name"]: Path(mount["mountPath"]) for mount in listed if "subPath" not in mount}
     assert set(volumes) == set(mounts)
     assert (
         volumes["cache"]["persistentVolumeClaim"]["claimName"] == of_kind("PersistentVolumeClaim")["metadata"]["name"]
@@ -187,6 +249,9 @@ def test_what_is_mounted_is_there_and_where_the_settings_look_for_it() -> None:
     assert mounts["cache"] in told.cache_dir.parents
     assert told.keys.parent == mounts["keys"]
     assert told.keys.name in of_kind("Secret")["stringData"]
+    (part,) = (mount for mount in listed if "subPath" in mount)
+    assert (part["name"], part["readOnly"]) == ("cache", True)
+    assert {folder.parent for folder in told.translators} == {Path(part["mountPath"])}
     _, flag, config = container()["args"]
     assert flag == "--config"
     assert Path(config).parent == mounts["settings"]
@@ -206,6 +271,20 @@ def test_there_is_room_for_what_the_settings_allow() -> None:
 
 def test_there_is_time_to_end() -> None:
     assert pod()["terminationGracePeriodSeconds"] >= settings().drain_s + STOP_S + SAVE_S + 10
+
+
+def test_a_translator_is_copied_where_the_server_looks_for_it() -> None:
+    """By a pod of the same rights on the same volume, which no service leads to."""
+    fill = of_kind("Pod")
+    (holder,), (volume,) = fill["spec"]["containers"], fill["spec"]["volumes"]
+    assert volume["persistentVolumeClaim"]["claimName"] == of_kind("PersistentVolumeClaim")["metadata"]["name"]
+    context = pod()["securityContext"]
+    assert {name: context[name] for name in fill["spec"]["securityContext"]} == fill["spec"]["securityContext"]
+    assert holder["image"] == container()["image"]
+    assert fill["metadata"]["labels"] != of_kind("Service")["spec"]["selector"]
+    (part,) = (mount for mount in container()["volumeMounts"] if "subPath" in mount)
+    goal = f"kvlingo-fill:{holder['volumeMounts'][0]['mountPath']}/{part['subPath']}/{settings().translators[0].name}"
+    assert goal in (REPO / "docs" / "serving.md").read_text(encoding="utf-8")
 
 
 def test_one_set_of_labels_leads_to_the_pod() -> None:
@@ -262,6 +341,15 @@ def test_the_healthcheck_is_a_program_that_asks_healthz(monkeypatch: pytest.Monk
         monkeypatch.setenv("KVLINGO_PORT", port)
         exec(compile(words[2], "healthcheck", "exec"), {})
     assert asked == ["http://127.0.0.1:8000/healthz", "http://127.0.0.1:9000/healthz"]
+
+
+def test_the_image_has_what_the_server_can_use() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = re.search(r"'\.\[([a-z,]+)\]'", DOCKERFILE)
+    assert found is not None
+    extras = set(found[1].split(","))
+    assert extras <= set(project["optional-dependencies"])
+    assert {"serve", "json", "otel", "route"} <= extras
 
 
 def test_the_image_has_the_version_that_is_tested_and_the_package_alone() -> None:

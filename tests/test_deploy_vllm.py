@@ -6,6 +6,7 @@ No cluster and no GPU has run these files: what is checked is that they keep to 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import re
 import tomllib
@@ -15,11 +16,23 @@ from typing import Any
 
 import pytest
 import yaml
+from jsonschema.validators import validator_for
 
 from kvlingo.serve.external.redis_store import PASSWORD, read_address
 from kvlingo.serve.external.servers import MIDDLEWARE
 from kvlingo.serve.settings import read_settings
-from tests.test_deploy import REPO, Object, faults, instructions, num_bytes, with_value, without
+from tests.test_deploy import (
+    OFFICIAL,
+    REPO,
+    Object,
+    faults,
+    instructions,
+    needs_official,
+    num_bytes,
+    official_faults,
+    with_value,
+    without,
+)
 
 FOLDER = REPO / "deploy" / "vllm"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
@@ -82,6 +95,12 @@ def test_the_manifests_keep_to_the_schema() -> None:
         ("Service", "vllm-small"),
     ]
     assert [fault for one in found for fault in faults(one)] == []
+
+
+@needs_official
+@pytest.mark.parametrize("version", OFFICIAL)
+def test_the_manifests_keep_to_kubernetes_own_schemas(version: str) -> None:
+    assert [fault for one in (*objects(), *with_redis()) for fault in official_faults(one, version)] == []
 
 
 @pytest.mark.parametrize(
@@ -200,6 +219,36 @@ def test_services_and_probes_lead_to_the_pods(name: str) -> None:
 
 
 # --- compose ---------------------------------------------------------------------------------------------------------
+
+
+def compose_faults(whole: Object) -> list[str]:
+    """Return what the Compose specification's own schema says, which check-jsonschema carries."""
+    from importlib.resources import files
+
+    name = files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
+    schema = json.loads(name.read_text(encoding="utf-8"))
+    return [error.message for error in validator_for(schema)(schema).iter_errors(whole)]
+
+
+needs_compose = pytest.mark.skipif(
+    importlib.util.find_spec("check_jsonschema") is None, reason="needs the Python package check-jsonschema"
+)
+
+
+@needs_compose
+@pytest.mark.parametrize("file", ["compose.yaml", "compose.redis.yaml"])
+def test_compose_keeps_to_its_own_schema(file: str) -> None:
+    whole = yaml.safe_load((FOLDER / file).read_text(encoding="utf-8"))
+    assert compose_faults(whole) == []
+    for harm in (
+        with_value(["x"], "services", "gateway", "depends"),
+        with_value({"a": 1}, "services", "gateway", "command"),
+        with_value("yes", "volumes"),
+    ):
+        wrong = copy.deepcopy(whole)
+        wrong["services"].setdefault("gateway", {})
+        harm(wrong)
+        assert compose_faults(wrong)
 
 
 def test_compose_says_the_same_as_kubernetes() -> None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvlingo.serve.keys import digest_of
 from kvlingo.serve.loading import build_engine
 from kvlingo.serve.protocol import Busy, Route
+from kvlingo.serve.routing.cascade import Cascade, CascadeRule
+from kvlingo.serve.routing.choosing import Pair
+from kvlingo.serve.routing.routed import RoutedEngine
 from kvlingo.serve.settings import Settings
 from tests.fake_engine import FakeEngine, Serving, serving
 from tests.fake_vllm import FakeVllm, Store, running
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
+Image = pytest.importorskip("PIL.Image", reason="needs the Python package pillow, which comes with matplotlib")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SCREENSHOTS = "KVLINGO_SCREENSHOTS"  # a folder to leave pictures in
 DESK, PHONE = {"width": 1100, "height": 760}, {"width": 390, "height": 780}
@@ -45,12 +52,19 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(params=[DESK, PHONE], ids=["desk", "phone"])
 def page(request: pytest.FixtureRequest, browser: Any, served: Serving[FakeEngine]) -> Iterator[Any]:
     served.engine.__init__()  # type: ignore[misc]
-    page = browser.new_page(viewport=request.param)
+    with opened(browser, served.url, request.param) as page:
+        until(page, "document.querySelectorAll('#model option').length > 0")
+        yield page
+
+
+@contextmanager
+def opened(browser: Any, url: str, viewport: dict[str, int]) -> Iterator[Any]:
+    """Open the page; it must neither fail nor break its own rules."""
+    page = browser.new_page(viewport=viewport)
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda said: complaints.append(said.text) if "Content Security Policy" in said.text else None)
-    page.goto(served.url)
-    until(page, "document.querySelectorAll('#model option').length > 0")
+    page.goto(url)
     yield page
     page.close()
     assert not complaints
@@ -73,9 +87,34 @@ def say(page: Any, text: str, answers: int) -> Any:
     return page.locator(".assistant").last
 
 
-def keep(page: Any, name: str) -> None:
+def tab_to(page: Any, name: str, *, back: bool = False) -> None:
+    """Press Tab, or Shift+Tab, until an element has the focus: nothing is focused by a script."""
+    for _ in range(12):
+        if page.evaluate("document.activeElement.id || document.activeElement.classList[0]") == name:
+            return
+        page.keyboard.press("Shift+Tab" if back else "Tab")
+    raise AssertionError(f"no Tab leads to {name}")
+
+
+def keep(page: Any, name: str) -> set[tuple[int, ...]]:
+    """Take a picture and see that it is not blank; leave it in a folder where one is named. Return its colours."""
+    png = page.screenshot()
     if folder := os.environ.get(SCREENSHOTS):
-        page.screenshot(path=str(Path(folder) / f"{name}-{page.viewport_size['width']}.png"))
+        (Path(folder) / f"{name}-{page.viewport_size['width']}.png").write_bytes(png)
+    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    width, height = picture.size
+    assert {"width": width, "height": height} == page.viewport_size
+    counts = sorted(((count, colour) for count, colour in picture.getcolors(width * height)), reverse=True)
+    ink = 1 - counts[0][0] / (width * height)
+    assert len(counts) > 30, "letters have many shades"
+    assert ink > 0.02, f"all but {ink:.1%} is of one colour"
+    return {colour for _, colour in counts}
+
+
+def colour_of(page: Any, selector: str) -> tuple[int, ...]:
+    """Return the colour that a part of a bar is filled with."""
+    said = page.evaluate(f"getComputedStyle(document.querySelector('{selector}')).fill")
+    return tuple(int(x) for x in re.findall(r"\d+", said)[:3])
 
 
 def test_a_conversation_that_switches_by_keyboard_alone(page: Any, served: Serving[FakeEngine]) -> None:
@@ -92,7 +131,76 @@ def test_a_conversation_that_switches_by_keyboard_alone(page: Any, served: Servi
     assert widths == pytest.approx([2, 95, 3])
     sent = served.engine.asked[-1].prompt
     assert [m["role"] for m in sent] == ["user", "assistant", "user"]  # type: ignore[index]
-    keep(page, "page")
+    page.wait_for_timeout(50)
+    seen = keep(page, "page")
+    for number in (1, 2, 3):
+        assert colour_of(page, f".turn:last-of-type svg rect:nth-of-type({number})") in seen
+
+
+def test_every_control_is_reached_and_used_by_keyboard(page: Any, served: Serving[FakeEngine]) -> None:
+    tab_to(page, "model", back=True)
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.getElementById('model').value") == "org/big"
+    tab_to(page, "mode")
+    page.keyboard.press("ArrowDown")
+    tab_to(page, "text")
+    say(page, "hello", 1)
+    asked = served.engine.asked[-1]
+    assert (asked.model, asked.dial.mode) == ("org/big", "translate")
+    tab_to(page, "compare", back=True)
+    page.keyboard.press("Enter")
+    until(page, "document.querySelectorAll('.assistant .who').length == 2")
+    assert served.engine.asked[-1].dial.mode == "reprefill"
+    tab_to(page, "fresh", back=True)
+    page.keyboard.press("Enter")
+    until(page, "document.querySelectorAll('.assistant').length == 0")
+    say(page, "once more", 1)
+    assert [message["content"] for message in served.engine.asked[-1].prompt] == ["once more"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
+def test_auto_is_chosen_like_a_model_and_says_who_answered(browser: Any, viewport: dict[str, int]) -> None:
+    """A cascade that always escalates: what the router says comes to the page by the whole server."""
+    engine = RoutedEngine(FakeEngine(), Cascade(Pair("small", "org/big"), CascadeRule(0.0)))
+    with serving(engine, Settings(max_tokens=12)) as running, opened(browser, running.url, viewport) as page:
+        until(page, "document.querySelectorAll('#model option').length == 3")
+        assert page.locator("#model option").all_inner_texts() == ["small", "org/big", "auto"]
+        tab_to(page, "model", back=True)
+        page.keyboard.press("End")
+        assert page.evaluate("document.getElementById('model').value") == "auto"
+        tab_to(page, "text")
+        text = say(page, "hello", 1).inner_text()
+        assert "org/big" in text
+        assert "chosen by cascade: mean log-probability of small" in text
+        keep(page, "auto")
+
+
+@pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
+def test_a_key_is_typed(browser: Any, tmp_path: Path, viewport: dict[str, int]) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"alice: {digest_of('sk-of-alice')}\n")
+    engine = FakeEngine()
+    with (
+        serving(engine, Settings(keys=keys, max_tokens=12)) as running,
+        opened(browser, running.url, viewport) as page,
+    ):
+        until(page, "document.getElementById('counters').textContent.includes('key')")
+        assert page.locator("#model option").count() == 0
+        tab_to(page, "key", back=True)
+        page.keyboard.type("sk-wrong")
+        page.keyboard.press("Tab")
+        until(page, "document.getElementById('counters').textContent.includes('key')")
+        assert page.locator("#model option").count() == 0
+        tab_to(page, "key", back=True)
+        page.keyboard.press("Control+A")
+        page.keyboard.type("sk-of-alice")
+        page.keyboard.press("Tab")
+        until(page, "document.querySelectorAll('#model option').length == 2")
+        tab_to(page, "text")
+        say(page, "hello", 1)
+        assert engine.asked[-1].tenant == "alice"
+        assert "sk-of-alice" not in page.content(), "a typed key is nowhere on the page"
+        keep(page, "key")
 
 
 def test_the_same_turn_by_reprefill_stands_beside_it(page: Any, served: Serving[FakeEngine]) -> None:
