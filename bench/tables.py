@@ -235,6 +235,39 @@ def load_test() -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items()), "", note]) + "\n"
 
 
+def routes() -> str:
+    """Return what each router brought and cost on recorded answers."""
+    record = load("routes")
+    if record is None:
+        return "Not measured yet.\n"
+    arms = {
+        **record["eval"]["arms"],
+        **{
+            f"{k}, half to `big`": v for k, v in record["eval_halving"]["arms"].items() if k in ("threshold", "cascade")
+        },
+    }
+    out = ["| who answers | right | GFLOPs | ms | from `big` |", "|---|---|---|---|---|"]
+    for name, arm in arms.items():
+        right, big = (arm[x]["mean"] for x in ("quality", "share_big"))
+        low, high = arm["quality"]["low"], arm["quality"]["high"]
+        told = f"{right:.1%} [{low:.1%}, {high:.1%}] | {arm['cost']['mean']:.1f} | {arm['ms']['mean']:,.0f} | {big:.0%}"
+        out.append(f"| {name} | {told} |")
+    kinds = ", ".join(f"{k.replace('_', ' ')} {v['small']:.0%} / {v['big']:.0%}" for k, v in record["by_kind"].items())
+    won = ", ".join(f"{who} {count}" for who, count in record["outcomes"].items())
+    models, fit = record["models"], record["fit"]
+    learned = (
+        f"`learned` was not fitted: {fit['reason']}." if fit["verdict"] is None else f"`learned`: {fit['verdict']}."
+    )
+    rows = sum(record["outcomes"].values())
+    note = (
+        f"`small`: {models['small']}, `big`: {models['big']}, {record['options']['dtype']}; compared on {record['eval']['rows']} "
+        f"of {rows} questions, limits of the last two from the others. Who was right on all {rows}: {won}. "
+        f"By kind, `small` / `big`: {kinds}. {learned}"
+    )
+    out += ["", note]
+    return "\n".join(out) + "\n"
+
+
 def speed() -> str:
     """Return times to first token of every benchmark that was run, by pair, kind of map and length."""
     records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("speed-*.json"))]
@@ -457,6 +490,7 @@ TABLES: dict[str, Callable[[], str]] = {
         gateway,
         vllm_servers,
         load_test,
+        routes,
         speed,
         compression,
         capacity,
