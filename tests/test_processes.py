@@ -19,7 +19,7 @@ from kvlingo import cli
 from kvlingo.errors import BadInput
 from kvlingo.processes import ALONE, Processes
 from tests import tiny
-from tests.test_cli import SMALL_FIT, SMALL_TRAINING, names_in
+from tests.test_cli import SMALL_FIT, SMALL_TRAINING, names_in, relative_gap
 from tests.test_cli import pair as pair  # a fixture
 from tests.together import DISTILL, distilled, fitted
 
@@ -121,11 +121,15 @@ def test_the_commands_under_accelerate_launch_and_torchrun(pair: SimpleNamespace
         assert ran.stdout.count("saved ") == 1
         told.append(json.loads(ran.stdout.rstrip("\n").splitlines()[-1]))
         if command[0] == "fit":
-            made, mine = (load_file(folder / "translator.safetensors") for folder in (together, alone))
             assert names_in(together) == names_in(alone)
-            assert made.keys() == mine.keys()
-            for name, x in mine.items():
-                torch.testing.assert_close(made[name], x, rtol=1e-4, atol=1e-5)
+            # The forward passes are float32, so sums agree to its rounding, which a nearly collinear solve magnifies in single
+            # weights: hence the sums closely, and the maps as a whole.
+            sums = ("work/stats-training.safetensors", "work/stats-held-out.safetensors")
+            for file, most in (*((name, 1e-5) for name in sums), ("translator.safetensors", 1e-3)):
+                made, mine = (load_file(folder / file) for folder in (together, alone))
+                assert made.keys() == mine.keys()
+                for name in mine.keys() - {"note", "tokens"}:
+                    assert relative_gap(made[name], mine[name]) < most, (file, name)
     with pytest.raises(SystemExit) as ended:
         cli.main(["distill", str(alone), *distill])
     assert ended.value.code == 0
