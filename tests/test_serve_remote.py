@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from kvlingo.alignment import align
 from kvlingo.errors import BadInput
 from kvlingo.reading import read_chat, reading_of_ids
-from kvlingo.serve import remote
+from kvlingo.serve import remote, speaking
 from kvlingo.serve.external.twins import PIECES, SPECIALS, byte_tokenizer
 from kvlingo.serve.keys import digest_of
 from kvlingo.serve.ledger import Ledger, Owner, Record, common, marks, plain_text
@@ -501,8 +501,9 @@ def test_a_server_that_is_down_is_a_503_and_the_other_goes_on(stream: bool) -> N
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_of_a_server_are_openai_s_and_quote_nothing(
-    status: int, error: dict[str, Any], wanted: int, param: str | None, stream: bool
+    status: int, error: dict[str, Any], wanted: int, param: str | None, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(speaking, "FIRST_BYTE_S", 30.0)  # on a busy machine an error comes after a stream's head else
     fake = FakeVllm(status=status, error=error, headers={"Retry-After": "7"})
     with gateway(fake) as (_, _, http):
         response = http.post("/v1/chat/completions", json={**TEXTS, "stream": stream})

@@ -377,6 +377,7 @@ def begun_of(hearing: Hearing, *, calls: bool) -> Begun:
         fallback = f"{told.get('reason')}: {UNQUOTED.get(str(told.get('reason')), told.get('why'))}"
     native, translated = int(counts.get("native", 0)), int(counts.get("translated", 0))
     record = way.record
+    source = record.model if record is not None and (way.fresh or translated or fallback) else None
     return Begun(
         model=hearing.request.model,
         prompt_tokens=total,
@@ -384,8 +385,9 @@ def begun_of(hearing: Hearing, *, calls: bool) -> Begun:
         translated_tokens=translated,
         recomputed_tokens=total - native - translated,
         hops=int(hearing.applied),
-        source=record.model if record is not None and (way.fresh or translated or fallback) else None,
+        source=source,
         fallback=fallback,
+        switched_from=source,
         calls=calls,
     )
 

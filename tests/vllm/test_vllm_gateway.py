@@ -102,6 +102,8 @@ def test_a_conversation_changes_models_and_nobody_could_tell(
         "hops": 1,
         "source": "source",
         "fallback": None,
+        "switched_from": "source",
+        "reread": None,
         "ttft_ms": 0,
         "queue_ms": 0,
     }
