@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterator, Sequence
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -131,6 +132,15 @@ def within(work: Coroutine[Any, Any, T], seconds: float = 60.0) -> T:
         return await asyncio.wait_for(work, seconds)
 
     return asyncio.run(limited())
+
+
+def settled(engine: LocalEngine, seconds: float = 30.0) -> Mapping[str, float]:
+    """Return the figures once nothing waits or runs: who leaves last is seen at the lane's next step."""
+    until = time.monotonic() + seconds
+    while (stats := engine.stats())["queued"] or stats["running"]:
+        assert time.monotonic() < until, stats
+        time.sleep(0.005)
+    return stats
 
 
 def request_for(

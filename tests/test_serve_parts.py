@@ -36,6 +36,7 @@ from tests.serving import (
     closing,
     cold_ids,
     request_for,
+    settled,
     twin_engine,
     user,
     within,
@@ -554,7 +555,7 @@ def test_a_reading_that_fails_in_a_later_part_is_told_and_the_others_go_on(monke
         well, failed = within(both(engine, lm))
         assert well.ids == cold_ids(lm, "hi", 30)
         assert isinstance(failed, RuntimeError)
-        assert engine.stats()["running"] == 0
+        settled(engine)
         assert not engine._switch._underway["a"]
 
 
@@ -595,8 +596,8 @@ def test_conversations_in_parts_with_cancels_never_mix() -> None:
             return await asyncio.gather(*map(converse, range(5)))
 
         assert sum(within(all_of_them(), 240)) > 10
-        stats = engine.stats()
-        assert stats["failed"] == stats["queued"] == stats["running"] == stats["not_kept"] == 0
+        stats = settled(engine)
+        assert stats["failed"] == stats["not_kept"] == 0
 
 
 def test_the_setting_is_the_engines() -> None:

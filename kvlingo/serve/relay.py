@@ -152,7 +152,7 @@ class Relay:
         """Return the prompt with the answer so far, and the other's reading of both."""
         other = self.duet.other(singer)
         mine, theirs = (self._with_answer(each) for each in (singer, other))
-        return replace(mine, others={other.name: theirs.reading})
+        return replace(mine, others={other.name: theirs.reading}, opened=False)  # both readings go on with the answer
 
     def _with_answer(self, singer: Singer) -> Prompt:
         prompt = self.prompts[singer.name]

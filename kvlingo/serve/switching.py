@@ -37,8 +37,6 @@ LOG = logging.getLogger(__name__)
 REPREFILL_UP_TO = 512
 TRANSLATE_FROM = 2048
 PART_TOKENS = 512
-OPENING_TOKENS = 32
-"""At most so many tokens open the answer, which the target's reading ends in and no other one does."""
 READ = "the model read it"
 
 
@@ -87,14 +85,30 @@ class Side:
         """What one token costs this model."""
         return read_cost(self.lm)
 
+    @cached_property
+    def opening_tokens(self) -> int:
+        """How many tokens of its template open an answer: a target's reading ends in them, and no other one does."""
+        chat: list[dict[str, object]] = [{"role": "user", "content": "x"}]
+        try:
+            closed, opened = (len(read_conversation(chat, self.lm, add_generation_prompt=x)) for x in (False, True))
+        except KVLingoError:  # a template that wants more than one message
+            return 0
+        return max(opened - closed, 0)
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request as its target reads it. `others`: as models read it that have been asked for it too, by their names."""
+    """A request as its target reads it.
+
+    Fields:
+        others: as models read it that have been asked for it too, by their names.
+        opened: whether it ends in what opens an answer, which the others' readings don't.
+    """
 
     request: Request
     reading: Reading
     others: Mapping[str, Reading] = field(default_factory=dict)
+    opened: bool = False
 
     @property
     def conversation(self) -> Conversation:
@@ -113,7 +127,8 @@ def _messages(prompt: Sequence[Message]) -> list[dict[str, object]]:
 
 def prompt_of(request: Request, lm: LanguageModel, *, add_generation_prompt: bool = True) -> Prompt:
     """Render and tokenise a request for the model that answers. Raises `BadInput` for what its template refuses."""
-    return Prompt(request, _render(request, lm, add_generation_prompt=add_generation_prompt))
+    opened = add_generation_prompt and not isinstance(request.prompt, str)
+    return Prompt(request, _render(request, lm, add_generation_prompt=add_generation_prompt), opened=opened)
 
 
 def _render(request: Request, lm: LanguageModel, *, add_generation_prompt: bool) -> Reading:
@@ -256,14 +271,18 @@ class Switch:
 
     def _switched_from(self, prompt: Prompt, target: Side) -> str | None:
         """Return who has read the most of a conversation, where that is most of it and more than the target holds."""
-        tokens = len(prompt.reading)
-        most, who = max(tokens // 2, _tokens(self._own(prompt, target)) + OPENING_TOKENS), None
+        tokens = len(prompt.reading) - self._opening(prompt)
+        most, who = max(tokens // 2, _tokens(self._own(prompt, target))), None
         for name, reading in prompt.others.items():
             found = self._sessions.find(prompt.place(name), reading.ids)
             read = tokens * max((m.tokens for m in found), default=0) // max(len(reading), 1)
             if read > most:
                 most, who = read, name
         return who
+
+    def _opening(self, prompt: Prompt) -> int:
+        """Return how many last tokens of a prompt are in no other model's reading of it."""
+        return self._sides[prompt.request.model].opening_tokens if prompt.opened else 0
 
     def _why_reread(self, source: str, target: str, mode: Mode) -> str:
         """Say why nothing was translated although there was a switch, and nothing failed."""
@@ -407,18 +426,17 @@ class Switch:
         except KVLingoError:  # its template can't render what the target's can: it has not read this
             return None
         found = self._sessions.find(prompt.place(source.name), reading.ids)
+        text = tokens - self._opening(prompt)
 
         def spared(match: Match) -> int:
             """Count the target's tokens that this one would spare: beyond what it holds, and beyond earlier translations."""
             untrusted = min(match.snapshot.state.translated_until, match.tokens)
-            return tokens * match.tokens // len(reading) - max(native, tokens * untrusted // len(reading))
+            return text * match.tokens // len(reading) - max(native, text * untrusted // len(reading))
 
         best = max(found, key=spared, default=None)
-        # Two models of one answer read it alike; else the target's reading is longer by what opens the answer.
-        least = OPENING_TOKENS if native and prompt.request.help is None else 0
-        if best is None or spared(best) <= least:
+        if best is None or spared(best) <= 0:
             return None
-        dial, watch, unread = prompt.request.dial, link.confidence, tokens - tokens * best.tokens // len(reading)
+        dial, watch, unread = prompt.request.dial, link.confidence, tokens - text * best.tokens // len(reading)
         tail = max(dial.tail, watch.tail if watch else 0, unread)
         if max(native, dial.sink) >= tokens - tail:  # what the target reads itself: nothing lies between
             return None
