@@ -109,13 +109,10 @@ def fit(
     emit(result, as_json)
 
 
-def refuse_unused(bounds: Sequence[object], given: Mapping[str, object]) -> None:
-    """Refuse options that would do nothing: without a bound, only the numbers are stored in fewer bytes.
-
-    Raises `BadInput`.
-    """
+def refuse_unused(given: Mapping[str, object]) -> None:
+    """Refuse options that would do nothing where, without a bound, only the numbers are stored in fewer bytes."""
     unused = [name for name, value in given.items() if value]
-    if unused and all(bound is None for bound in bounds):
+    if unused:
         raise BadInput(
             f"{', '.join(unused)}: of use only where maps lose rank; give --budget-mb, --flops, --rank or --text-rank too, or "
             "leave it out"
@@ -165,19 +162,20 @@ def compress(
         from kvlingo import compacting, jobs
         from kvlingo.compression import CompressOptions
 
-        bounds = (budget_mb, flops, rank, text_rank)
-        refuse_unused(bounds, {"--context": context, "--weigh": weigh, "--text": text})
+        options = CompressOptions(
+            budget_bytes=None if budget_mb is None else round(1e6 * budget_mb),
+            flops_share=flops,
+            rank=rank,
+            text_rank=text_rank,
+            storage=store.value,
+            **({} if context is None else {"tokens": context}),
+        )
+        if options.is_unbounded:
+            refuse_unused({"--context": context, "--weigh": weigh, "--text": text})
         result = compacting.compress_folder(
             folder,
             out,
-            CompressOptions(
-                budget_bytes=None if budget_mb is None else round(1e6 * budget_mb),
-                flops_share=flops,
-                rank=rank,
-                text_rank=text_rank,
-                storage=store.value,
-                **({} if context is None else {"tokens": context}),
-            ),
+            options,
             weigh=(weigh or Weighing.sensitivity).value,
             source_name=source,
             target_name=target,

@@ -260,8 +260,9 @@ class LocalEngine:
         limit = lm.geometry.max_positions
         if limit is not None and len(prompt.reading) >= limit:
             raise TooLong(len(prompt.reading), limit)
+        prompt = self._switch.as_others_read(prompt)
         self._switch.recall(prompt)
-        return self._switch.as_others_read(prompt)
+        return prompt
 
     def _start(self, prompt: Prompt) -> Steps[Started]:
         started = yield from self._switch.start(prompt)

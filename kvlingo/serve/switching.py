@@ -237,10 +237,10 @@ class Switch:
             if link.target != prompt.request.model or link.refusal or not shelf.holds(place):
                 continue
             source = self._sides[link.source].lm
-            try:
-                ids = _render(prompt.request, source, add_generation_prompt=False).ids
-            except KVLingoError:  # its template can't render what the target's can: it has not read this
+            reading = self._as_read_by(prompt, link.source)
+            if reading is None:
                 continue
+            ids = reading.ids
             held = max((m.tokens for m in self._sessions.find(place, ids)), default=0)
             known = native * len(ids) // len(prompt.reading)
             state = shelf.take(place, ids, beyond=max(held, known), most=len(ids))
@@ -248,16 +248,24 @@ class Switch:
                 self._sessions.keep(place, state, source.geometry)
 
     def as_others_read(self, prompt: Prompt) -> Prompt:
-        """Return a prompt with its readings by the other models that hold anything of its place."""
-        others = dict[str, Reading]()
-        for name, side in self._sides.items():
-            if name == prompt.request.model or not self._sessions.holds(prompt.place(name)):
-                continue
-            try:
-                others[name] = _render(prompt.request, side.lm, add_generation_prompt=False)
-            except KVLingoError:  # its template can't render what the target's can: it has not read this
-                continue
-        return replace(prompt, others={**others, **prompt.others})
+        """Return a prompt with its readings by the other models that hold anything of its place, in memory or on disk."""
+        others = dict(prompt.others)
+        for name in self._sides:
+            place = prompt.place(name)
+            held = self._sessions.holds(place) or (self._shelf is not None and self._shelf.holds(place))
+            reading = self._as_read_by(prompt, name) if held and name != prompt.request.model else None
+            if reading is not None:
+                others[name] = reading
+        return replace(prompt, others=others)
+
+    def _as_read_by(self, prompt: Prompt, model: str) -> Reading | None:
+        """Return a prompt as another model reads it; None where its template can't render what the target's can."""
+        if model in prompt.others:
+            return prompt.others[model]
+        try:
+            return _render(prompt.request, self._sides[model].lm, add_generation_prompt=False)
+        except KVLingoError:
+            return None
 
     def start(self, prompt: Prompt) -> Steps[Started]:
         """Return a state that holds the whole prompt, and the logits of the next token."""
@@ -421,9 +429,8 @@ class Switch:
         source = self._sides[link.source]
         if not self._sessions.holds(prompt.place(source.name)):
             return None
-        try:
-            reading = prompt.others.get(source.name) or _render(prompt.request, source.lm, add_generation_prompt=False)
-        except KVLingoError:  # its template can't render what the target's can: it has not read this
+        reading = self._as_read_by(prompt, source.name)
+        if reading is None:
             return None
         found = self._sessions.find(prompt.place(source.name), reading.ids)
         text = tokens - self._opening(prompt)
