@@ -55,6 +55,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "plan": using.plan,
     "export": exchanging.export_maps,
     "import": exchanging.import_maps,
+    "extract": exchanging.extract,
     "demo": using.demo,
     "serve": serving.serve,
     "calibrate": serving.calibrate,

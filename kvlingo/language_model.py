@@ -31,6 +31,14 @@ PROBED_ERROR = 0.02
 OPENING_TOKENS = 8
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What tells a model from others: its weights', and its tokenizer's and chat template's."""
+
+    fingerprint: str
+    tokenizer_hash: str
+
+
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
     """A frozen causal model with its tokenizer and the facts probed from it.
@@ -42,6 +50,7 @@ class LanguageModel:
         loader: what its weights went through before transformers loaded them ("gguf"); None for nothing.
         sinks: what it holds of first tokens that many conversations share (`read_sinks`); filled as it goes. Clear it should you
             ever change the weights.
+        known_as: who it is where not all of its weights are here (`extracts`); None: that is taken of what is here.
     """
 
     name: str
@@ -53,6 +62,7 @@ class LanguageModel:
     target_refusal: str | None = None
     loader: str | None = None
     sinks: dict[tuple[object, ...], KV] = field(default_factory=dict, repr=False)
+    known_as: Identity | None = None
 
     @property
     def device(self) -> torch.device:
@@ -70,13 +80,15 @@ class LanguageModel:
 
         A model read from a .gguf file is not the one it was made from, even where the sampled values agree.
         """
+        if self.known_as is not None:
+            return self.known_as.fingerprint
         of_weights = fingerprint(self.model)
         return hashlib.sha256(f"{self.loader}:{of_weights}".encode()).hexdigest() if self.loader else of_weights
 
     @cached_property
     def tokenizer_hash(self) -> str:
         """Identify the tokenizer by content: vocabulary, merges, normaliser, added tokens and chat template."""
-        return hash_tokenizer(self.tokenizer)
+        return hash_tokenizer(self.tokenizer) if self.known_as is None else self.known_as.tokenizer_hash
 
     @cached_property
     def goes_on(self) -> bool:

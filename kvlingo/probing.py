@@ -106,7 +106,7 @@ def probe_geometry(model: Any) -> Probed:
         for index, owner in enumerate(owners)
     )
     layers = tuple(layer_geometry(native.layers[owner], rope) for owner, rope in zip(owners, ropes, strict=True))
-    return Probed(whole_geometry(model, layers, owners, limit), Rotary(angles or _no_angles, ropes), target_refusal)
+    return Probed(whole_geometry(model, layers, owners, limit), Rotary(angles or no_angles, ropes), target_refusal)
 
 
 def whole_geometry(
@@ -210,7 +210,8 @@ def _one_at_a_time(angles: Angles) -> Angles:
     return alone
 
 
-def _no_angles(positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
+def no_angles(positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
+    """Stand for the angles of a model without a rotary module, none of whose layers rotates."""
     raise AssertionError("no layer of a model without a rotary module rotates")
 
 

@@ -24,7 +24,7 @@ ORDER = re.findall(
     mlx_library mlx_rotation mlx_models mlx_caches mlx_maps mlx timing calibration arms
     shapes public_shapes rehearsal collecting judging sensitivity fitting whitening compression objective distillation environment
     report evaluation quantised frontier reliability drift questions contexts prompts
-    manifest readme store workplace assets plots progress facts jobs compacting trials benchmark
+    manifest readme store extracts workplace assets plots progress facts jobs compacting trials benchmark
     harness_arms harness_model harness recipes mlx_bench mapper_files interchange sheets demo commands cli
     """,
 )
@@ -89,6 +89,7 @@ MAY_IMPORT_TRANSFORMERS = {
     "models",
     "outline",
     "public_shapes",
+    "extracts",
 }
 
 HEAVY = (

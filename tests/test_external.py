@@ -17,6 +17,8 @@ from torch import Tensor
 
 from kvlingo.cli import main
 from kvlingo.errors import BadInput, IncompatiblePair, UnsupportedModel
+from kvlingo.extracts import checkpoint_digests, extract_files
+from kvlingo.files import replace_folder
 from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.manifest import plain
@@ -30,6 +32,7 @@ from kvlingo.serve.external.carrying import (
     head_range,
     lifted,
     map_anew,
+    open_own,
     placed,
     rehearse,
     side_of,
@@ -667,6 +670,61 @@ def test_a_checkpoint_is_mapped_and_not_held(made: Path) -> None:
     other = load_model(made / "target", device="cpu", dtype=torch.bfloat16)
     assert map_anew(other, made / "target") == 0
     assert other.dtype == torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def extract(made: Path) -> Path:
+    """The target's own part as a folder; one of the beginnings is that of the prompts here."""
+    lm = load_model(made / "target", device="cpu")
+    files = extract_files(lm, [prompt()[:6]], checkpoint_digests(made / "target"))
+    replace_folder(made / "extract", files)
+    return made / "extract"
+
+
+@pytest.mark.parametrize("native", [0, 2, 16])
+def test_from_an_extract_comes_what_comes_from_the_checkpoint(
+    made: Path, extract: Path, store: Store, source: LanguageModel, target: LanguageModel, native: int
+) -> None:
+    ids = prompt()
+    matcher = matcher_of(made, store, sink=4, extract=str(extract))
+    match = find(matcher, keep(store, source, ids), ids)
+    assert match.known == 6
+    entry, kv = fetch(store, match.entry.id, "")
+    carry, first = carry_of(matcher, match, ids, native), [0] * len(target.geometry)
+    assert (carry.plan.translated[0] > native) == (native < 4)
+    own = open_own(str(made / "target"), torch.float32, str(extract))
+    got = translate(carry, entry.translated_until, kv, Target(own.lm, [match.link], own.extract), first)
+    expected = translate(carry, entry.translated_until, kv, Target(target, [match.link]), first)
+    torch.testing.assert_close(got.keys + got.values, expected.keys + expected.values, atol=1e-5, rtol=1e-5)
+
+
+def test_a_beginning_that_the_extract_lacks_is_refused(
+    made: Path, extract: Path, store: Store, source: LanguageModel
+) -> None:
+    """By the scheduler, before anything is loaded; by the worker, should it be asked all the same."""
+    ids = prompt(seed=1)
+    matcher = matcher_of(made, store, sink=4, extract=str(extract))
+    match = find(matcher, keep(store, source, ids), ids)
+    assert match.known == 1
+    with pytest.raises(Refused, match="has the first 1") as refused:
+        plan_match(match, 0, matcher.options)
+    assert (refused.value.reason, refused.value.status) == ("head", "fallback_reprefill")
+    assert plan_match(match, 4, matcher.options).translated[0] == 4
+    own = open_own(str(made / "target"), torch.float32, str(extract))
+    with pytest.raises(Refused, match="begins with these 4"):
+        Target(own.lm, [match.link], own.extract).head(ids[:4])
+
+
+def test_an_engine_that_keeps_needs_no_checkpoint(made: Path, extract: Path, target: LanguageModel) -> None:
+    own = open_own(str(made / "target"), torch.float32, str(extract))
+    side = side_of(own.lm)
+    assert side.card == replace(side_of(target).card, name=side.card.name)
+    assert side.geometry == target.geometry
+
+
+def test_an_extract_of_another_model_is_refused(made: Path, extract: Path) -> None:
+    with pytest.raises(IncompatiblePair, match="other files of weights"):
+        open_own(str(made / "source"), torch.float32, str(extract))
 
 
 # --- a worker --------------------------------------------------------------------------------------------------------

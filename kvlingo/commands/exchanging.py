@@ -1,4 +1,4 @@
-"""Commands for other programs' maps: export, import."""
+"""Commands for other programs: export, import, extract."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvlingo.commands.options import (
     Dtype,
     Folder,
     Mapper,
+    Model,
     Overwrite,
     Source,
     Storage,
@@ -87,4 +88,31 @@ def import_maps(
             tell=tell,
         )
         typer.echo(f"saved {out}: {result['num_bytes'] / 1e6:.1f} MB")
+    emit(result, as_json)
+
+
+def extract(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="Folder to write the extract to.", show_default=False)],
+    system: Annotated[
+        list[str] | None,
+        typer.Option(help="A system prompt that conversations begin with; repeatable.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="What the engine computes in. Default: what the checkpoint is in.", show_default=False),
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write what vLLM's connector needs of MODEL, so that no worker loads the whole checkpoint again."""
+    with stoppable("nothing was written"):
+        from kvlingo import extracts
+
+        result = extracts.extract_model(model, out, dtype=dtype, systems=system or [], overwrite=overwrite, tell=tell)
+        known = ", ".join(map(str, result["beginnings"])) or "none"
+        typer.echo(
+            f"wrote {result['folder']}: {result['num_bytes'] / 1e6:.1f} MB in {result['dtype']}, "
+            f"beginnings of prompts of {known} tokens"
+        )
     emit(result, as_json)

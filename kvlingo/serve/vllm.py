@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from kvlingo.errors import BadInput, UnsupportedModel
-from kvlingo.serve.external.carrying import Target, head_range, map_anew, read_checkpoint, rehearse, side_of
+from kvlingo.serve.external.carrying import Target, head_range, map_anew, open_own, rehearse, side_of
 from kvlingo.serve.external.matching import Matcher, read_link
 from kvlingo.serve.external.opening import open_store
 from kvlingo.serve.external.options import Options, read_options
@@ -487,12 +487,15 @@ class KVLingoConnector(KVConnectorBase_V1):
         """Get to know the blocks, check that they are understood, and load the model's own part and the translators."""
         config, options = self._vllm_config, self._options
         with torch.inference_mode(False):
-            lm = read_checkpoint(config.model_config.model, config.model_config.dtype)
+            own = open_own(config.model_config.model, config.model_config.dtype, options.extract)
+            lm = own.lm
             consumes = self._kv_transfer_config.is_kv_consumer and options.translators
-            target = Target(lm, [read_link(t, options) for t in options.translators]) if consumes else None
+            links = [read_link(t, options) for t in options.translators] if consumes else []
+            target = Target(lm, links, own.extract) if links else None
             side = side_of(lm) if self._keeps else None
             if target is not None:
-                map_anew(lm, Path(config.model_config.model))
+                if own.extract is None:
+                    map_anew(lm, Path(config.model_config.model))
                 rehearse(target)
         rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         layers = _layers(config, kv_caches, lm.geometry.cache_layers)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvlingo.errors import KVLingoError
+from kvlingo.extracts import extract_model
 from kvlingo.models import load_model
 from kvlingo.serve.external.entries import Entry, describe, new_id, parse
 from kvlingo.serve.external.redis_store import PASSWORD
@@ -260,10 +261,19 @@ class Fleet:
         )
 
     def _source_of_two(self, log: Path) -> Server:
-        return self._two_ranks("source", log, self.options())
+        return self._two_ranks("source", log, self.options(extract=self.extract("source")))
 
     def _target_of_two(self, log: Path) -> Server:
-        return self._two_ranks("target", log, self.options("twins"))
+        return self._two_ranks("target", log, self.options("twins", extract=self.extract("target")))
+
+    def extract(self, model: str) -> str:
+        """Return an extract of one of the twins: no rank loads its checkpoint."""
+        folder = self.place / "extracts" / model
+        if not folder.exists():
+            extract_model(
+                str(self.place / "twins" / model), folder, dtype=None, systems=[], overwrite=False, tell=print
+            )
+        return str(folder)
 
     def _with_redis(self, model: str, log: Path, made: str | None) -> Server:
         assert self.redis is not None

@@ -1,4 +1,4 @@
-"""Real weights through two servers, each of a real model: the hand-over is the in-process one."""
+"""Real weights through two servers, each of a real model with a tokenizer of its own: the hand-over is the in-process one."""
 
 from __future__ import annotations
 
@@ -8,22 +8,55 @@ from pathlib import Path
 import pytest
 
 from bench import vllm as bench
+from kvlingo.assets import fetch_demo_models
+from kvlingo.errors import KVLingoError
+from kvlingo.fitting import fit
+from kvlingo.models import convert_gguf, default_cache_dir, load_model
+from kvlingo.shapes import FitOptions
+from kvlingo.store import Manifest, ModelCard, save_translator
 from kvlingo.texts import default_documents
 
 pytestmark = pytest.mark.real_model
+NAMES = ("smollm2-135m-instruct", "gemma-3-270m")
 MODELS, TRANSLATOR = "KVLINGO_REAL_MODELS", "KVLINGO_REAL_TRANSLATOR"
+SMALL_FIT = FitOptions(tokens=4000, context_tokens=(256,), held_out_examples=1, dampings=(1e-1,), key_norm=False)
+"""Nobody would serve what comes of it; two paths through it are compared."""
 
 
-def test_the_continuation_is_as_far_from_the_model_s_own_as_in_process(tmp_path: Path) -> None:
-    """KVLINGO_REAL_MODELS is a folder of both models, KVLINGO_REAL_TRANSLATOR what was fitted from the first to the second."""
-    folder, translator = Path(os.environ.get(MODELS, "")), os.environ.get(TRANSLATOR)
-    if translator is None:
-        pytest.skip(f"needs a translator of the two models: set {TRANSLATOR}")
-    source, target = folder / "smollm2-135m-instruct", folder / "gemma-3-270m"
-    where = ["--source", str(source), "--target", str(target)] if (target / "config.json").is_file() else []
-    given = ["--translator", translator, *where, "--text-tokens", "600", "--continuation", "16", "--tokens"]
+@pytest.fixture(scope="module")
+def pair() -> tuple[Path, Path]:
+    """Return both models' folders: KVLINGO_REAL_MODELS is a folder of them, or 1 to fetch them."""
+    source, target = (Path(os.environ.get(MODELS, "")) / name for name in NAMES)
+    if (source / "config.json").is_file() and (target / "config.json").is_file():
+        return source, target
+    try:
+        files = fetch_demo_models(default_cache_dir() / "models", progress=False)
+        source, target = (convert_gguf(files[name]) for name in NAMES)
+    except KVLingoError as error:
+        pytest.skip(str(error))
+    return source, target
+
+
+@pytest.fixture(scope="module")
+def translator(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return what KVLINGO_REAL_TRANSLATOR names, or a translator that is fitted in a minute."""
+    if given := os.environ.get(TRANSLATOR):
+        return Path(given)
+    source, target = (load_model(folder, device="cpu") for folder in pair)
+    fitted = fit(source, target, default_documents(), SMALL_FIT)
+    folder = tmp_path_factory.mktemp("real") / "translator"
+    save_translator(folder, fitted.translator, Manifest(ModelCard.of(source), ModelCard.of(target), {}))
+    return folder
+
+
+def test_the_continuation_is_as_far_from_the_model_s_own_as_in_process(
+    pair: tuple[Path, Path], translator: Path, tmp_path: Path
+) -> None:
+    source, target = map(str, pair)
+    sizes = ["--texts", "4", "--text-tokens", "600", "--continuation", "16", "--tokens"]
+    given = ["--translator", str(translator), "--source", source, "--target", target, *sizes]
     record = bench.measure(bench.parse(given), default_documents(), tmp_path)
-    assert record["texts"] == 8
+    assert record["texts"] == 4
     for engine in ("hybrid_off", "hybrid_on"):
         found = record["engines"][engine]
         assert found["told"]["status"] == "applied"

@@ -1,7 +1,7 @@
 """From a kept cache to the keys and values that an engine holds: read, merge, translate, rotate.
 
-Knows tensors, stores and the target's own part: its embeddings, first layer and first tokens, from a copy of its checkpoint on
-the CPU. Translation itself is `assembling.assemble`. Does not know blocks, slots or an engine's layouts.
+Knows tensors, stores and the target's own part: its embeddings, first layer and first tokens, from an extract of it or a copy of
+its checkpoint on the CPU. Translation itself is `assembling.assemble`. Does not know blocks, slots or an engine's layouts.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from kvlingo.assembling import assemble, first_source_token
 from kvlingo.assembling import translate as translate_middle
 from kvlingo.errors import IncompatiblePair, UnsupportedModel
+from kvlingo.extracts import Extract, checkpoint_folder, open_extract
 from kvlingo.geometry import Geometry
 from kvlingo.kv import KV, concat
 from kvlingo.language_model import LanguageModel, read
@@ -54,6 +55,27 @@ def read_checkpoint(name: str, dtype: torch.dtype) -> LanguageModel:
     return load_model(name, device="cpu", dtype=dtype)
 
 
+@dataclass(frozen=True)
+class Own:
+    """An engine's own model outside of the engine.
+
+    Fields:
+        lm: of an extract, who can't read; or a copy of the whole checkpoint.
+        extract: None for such a copy.
+    """
+
+    lm: LanguageModel
+    extract: Extract | None = None
+
+
+def open_own(name: str, dtype: torch.dtype, extract: str | None) -> Own:
+    """Open an engine's model once more: from its extract where there is one. Raises as `open_extract` and `load_model`."""
+    if extract is None:
+        return Own(read_checkpoint(name, dtype))
+    opened = open_extract(extract, dtype, checkpoint=checkpoint_folder(name))
+    return Own(opened.lm, opened)
+
+
 def map_anew(lm: LanguageModel, folder: Path) -> int:
     """Let go of what was read of a checkpoint: weights that stand in its files as they are used are mapped from there anew.
 
@@ -80,23 +102,30 @@ class Target:
     Raises `IncompatiblePair` or `UnsupportedModel` for a model that the translators were not fitted on.
     """
 
-    def __init__(self, lm: LanguageModel, links: Sequence[Link]) -> None:
+    def __init__(self, lm: LanguageModel, links: Sequence[Link], extract: Extract | None = None) -> None:
         if lm.target_refusal is not None:
             raise UnsupportedModel(f"{lm.name}: {lm.target_refusal}")
         self.translators = {link.digest: _load(link, lm) for link in links}
         self.sources = {link.digest: link.manifest.source.geometry for link in links}
         layers = tuple(replace(layer, window=None) for layer in lm.geometry.layers)
         self.lm = replace(lm, geometry=replace(lm.geometry, layers=layers))
-        self._special = frozenset(lm.tokenizer.all_special_ids)
+        self._special = frozenset(lm.tokenizer.all_special_ids if extract is None else ())
         self._heads: dict[tuple[int, ...], KV] = {}
-        if lm.tokenizer.bos_token_id is not None:
+        self._extract = extract
+        if extract is None and lm.tokenizer.bos_token_id is not None:
             self.head((lm.tokenizer.bos_token_id,))  # before `map_anew`: all layers are read for it
 
     def head(self, ids: Sequence[int]) -> KV:
         """Return the target's own position-free KV of a prompt's first few tokens.
 
         Special tokens, with which many prompts begin, are remembered; text is not: nobody can tell by the time what others said.
+        Raises `Refused` where they come from an extract that has others.
         """
+        if self._extract is not None:
+            known = self._extract.beginning(ids)
+            if known is None:
+                raise Refused("head", f"the extract knows no prompt that begins with these {len(ids)} tokens")
+            return known
         key = tuple(ids)
         found = self._heads.get(key)
         if found is None:

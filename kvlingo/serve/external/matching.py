@@ -16,6 +16,7 @@ import torch
 
 from kvlingo.alignment import align, tokenizer_relation
 from kvlingo.errors import BadInput, KVLingoError
+from kvlingo.extracts import known_beginnings
 from kvlingo.geometry import Geometry
 from kvlingo.language_model import hash_tokenizer
 from kvlingo.manifest import Manifest, parse_config, parse_manifest, read_document
@@ -128,11 +129,18 @@ def _ranges(given: Any) -> tuple[tuple[int, int], ...] | None:
 
 @dataclass(frozen=True)
 class Match:
-    """A kept cache that fits a request: which, by which translator, and the source token of each token of the prompt."""
+    """A kept cache that fits a request.
+
+    Fields:
+        entry, link: which, and by which translator.
+        alignment: the source token of each token of the prompt.
+        known: how many first tokens of the prompt the extract has keys and values of; None without one: any can be read.
+    """
 
     entry: Entry
     link: Link
     alignment: tuple[int, ...]
+    known: int | None = None
 
     @property
     def reach(self) -> int:
@@ -144,6 +152,7 @@ class Matcher:
     """Finds kept caches and what they are good for. Safe to use from several threads."""
 
     def __init__(self, store: Store, links: Sequence[Link], options: Options, target_tokenizer: str) -> None:
+        self._beginnings = None if options.extract is None else known_beginnings(options.extract)
         self.store, self.options = store, options
         self.links = {link.manifest.source.fingerprint: link for link in links}
         if len(self.links) < len(links):
@@ -166,7 +175,12 @@ class Matcher:
             raise Refused("other_model", "no translator here reads the model that this cache is of", unsupported=True)
         self._check_name(wish.mapper, link)
         self._check(entry, link)
-        return Match(entry, link, tuple(self._align(entry, link, wish, ids)))
+        return Match(entry, link, tuple(self._align(entry, link, wish, ids)), self._known(ids))
+
+    def _known(self, ids: Sequence[int]) -> int | None:
+        if self._beginnings is None:
+            return None
+        return max((same_tokens(known, ids) for known in self._beginnings), default=0)
 
     def _entry(self, key: str, tenant: str, until: float) -> Entry:
         while True:
@@ -217,11 +231,15 @@ class Matcher:
             raise Refused("text", str(error)) from error
 
 
+def same_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many first tokens of two sequences are the same."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
 def by_tokens(source: Sequence[int], target: Sequence[int]) -> list[int]:
     """Align two token sequences of one tokenizer: one to one as long as they are the same."""
-    same = next(
-        (i for i, (a, b) in enumerate(zip(source, target, strict=False)) if a != b), min(len(source), len(target))
-    )
+    same = same_tokens(source, target)
     return [*range(same), *[-1] * (len(target) - same)]
 
 
@@ -243,8 +261,15 @@ def plan_match(match: Match, native: int, options: Options) -> HandoffPlan:
     if not plan.count(SpanKind.TRANSLATED):
         return plan
     start, _ = plan.translated
-    if start - native > options.head_tokens:
-        why = next(s.reason for s in plan.spans if s.kind is SpanKind.RECOMPUTED)
+    if start <= native:
+        return plan
+    why = next(s.reason for s in plan.spans if s.kind is SpanKind.RECOMPUTED)
+    if match.known is not None and start > match.known:
+        raise Refused(
+            "head",
+            f"the first {start} tokens can't be translated ({why}), and of those the extract has the first {match.known}",
+        )
+    if match.known is None and start - native > options.head_tokens:
         raise Refused("head", f"the first {start} tokens can't be translated ({why}), more than {options.head_tokens}")
     return plan
 

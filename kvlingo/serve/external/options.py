@@ -25,6 +25,7 @@ class Options:
         threads: loads, and saves, at a time.
         unproven: use translators that no report vouches for.
         source_tokenizers: tokenizers of source models that do not share the target's: folders or hub ids.
+        extract: what `kvlingo extract` wrote of this engine's model; without it each worker loads the checkpoint once more.
     """
 
     store: str
@@ -41,6 +42,7 @@ class Options:
     threads: int = 2
     unproven: bool = False
     source_tokenizers: tuple[str, ...] = ()
+    extract: str | None = None
 
     def __post_init__(self) -> None:
         least = {"sink": 0, "tail": 1, "threads": 1, "head_tokens": 0, "max_bytes": 1}
@@ -68,6 +70,7 @@ def read_options(given: Mapping[str, Any]) -> Options:
 def _typed(name: str, kind: str, value: Any) -> Any:
     if kind == "tuple[str, ...]" and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
         return tuple(value)
+    kind = kind.removesuffix(" | None")
     accepted: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
     if kind in accepted and isinstance(value, accepted[kind]) and (kind == "bool" or not isinstance(value, bool)):
         return value
