@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvlingo.assembling import assemble
 from kvlingo.cli import main
 from kvlingo.errors import BadInput, IncompatiblePair, UnsupportedModel
 from kvlingo.extracts import checkpoint_digests, extract_files
@@ -36,10 +37,19 @@ from kvlingo.serve.external.carrying import (
     placed,
     rehearse,
     side_of,
-    translate,
+    translated,
 )
 from kvlingo.serve.external.entries import Entry, checked_id, merge, new_id, tenant_of
-from kvlingo.serve.external.matching import Link, Match, Matcher, by_tokens, plan_match, read_link, read_wish
+from kvlingo.serve.external.matching import (
+    Link,
+    Match,
+    Matcher,
+    alignment_tensor,
+    by_tokens,
+    plan_match,
+    read_link,
+    read_wish,
+)
 from kvlingo.serve.external.opening import open_store
 from kvlingo.serve.external.options import Options, read_options
 from kvlingo.serve.external.refusals import Refused
@@ -89,7 +99,7 @@ def options_of(made: Path, **changes: Any) -> Options:
 
 
 class MemoryPages:
-    """Blocks in memory, [block, slot, heads, dim] a layer; `hold` keeps a write waiting, `broken` makes it fail."""
+    """Blocks in memory, [block, slot, heads, dim] a layer; `hold` keeps a write waiting after a layer, `broken` makes it fail."""
 
     def __init__(self, lm: LanguageModel, blocks: int = 12) -> None:
         shapes = lm.geometry.layers
@@ -104,7 +114,6 @@ class MemoryPages:
         return [missing[min(layer, len(blocks) - 1)] for layer in range(len(self.layers))]
 
     def write(self, layers: Iterable[tuple[Tensor, Tensor]], blocks: Sequence[Sequence[int]], stop: int) -> None:
-        self.hold.wait(10)
         if self.broken:
             raise RuntimeError("the kernel says no")
         for layer, (mine, pair) in enumerate(zip(self.layers, layers, strict=True)):
@@ -113,16 +122,26 @@ class MemoryPages:
                 for place, row in enumerate(new, stop - len(new)):
                     assert own[place // BLOCK] != NO_BLOCK
                     cache[own[place // BLOCK], place % BLOCK] = row
+            self.hold.wait(10)
 
     def read(self, blocks: Sequence[int], tokens: int) -> Layers:
         return [tuple(x[list(blocks)].flatten(0, 1)[:tokens].clone() for x in pair) for pair in self.layers]  # type: ignore[misc]
+
+
+def layers_of(kv: KV) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(kv.keys, kv.values, strict=True)
+
+
+def in_one(layers: Iterable[tuple[Tensor, Tensor]], tokens: int) -> KV:
+    keys, values = zip(*layers, strict=True)
+    return KV(keys, values, tokens)
 
 
 def fill(pages: MemoryPages, lm: LanguageModel, ids: Sequence[int], blocks: Sequence[int]) -> KV:
     """Let a model's own keys and values be in the blocks, as an engine would have them."""
     kv = read(lm, lm.ids(ids))
     heads = [slice(0, s.kv_heads) for s in lm.geometry.layers]
-    pages.write(placed(kv, lm.rotary, 0, heads), [blocks], kv.tokens)
+    pages.write(placed(layers_of(kv), kv.tokens, lm.rotary, heads), [blocks], kv.tokens)
     return kv
 
 
@@ -603,9 +622,12 @@ def test_the_target_s_own_keys_come_out(
     side = Target(target, [match.link])
     entry, kv = fetch(store, match.entry.id, "")
     carry = carry_of(matcher, match, ids, native)
-    got = translate(carry, entry.translated_until, kv, side, [0] * len(target.geometry))
+    got = in_one(translated(carry, entry.translated_until, kv, side, [0] * len(target.geometry)), TOKENS - 1 - native)
+    known = target, side.translators[carry.digest], kv, alignment_tensor(carry.alignment), torch.tensor(carry.ids)
+    plain = assemble(carry.plan, *known, prefix=read(target, target.ids(ids[: carry.plan.translated[0]])))
     own = read(target, target.ids(ids)).narrow(native, TOKENS - 1)
-    assert got.tokens == TOKENS - 1 - native
+    torch.testing.assert_close(got.keys, plain.narrow(native, TOKENS - 1).keys, atol=1e-6, rtol=0)
+    torch.testing.assert_close(got.values, plain.narrow(native, TOKENS - 1).values, atol=1e-6, rtol=0)
     for layer in range(len(own)):
         torch.testing.assert_close(got.keys[layer], own.keys[layer], atol=SAME, rtol=0)
         torch.testing.assert_close(got.values[layer], own.values[layer], atol=SAME, rtol=0)
@@ -620,13 +642,16 @@ def test_what_no_window_holds_is_not_made(
     matcher = matcher_of(made, store)
     match = find(matcher, keep(store, source, ids), ids)
     entry, kv = fetch(store, match.entry.id, "")
-    got = translate(
-        carry_of(matcher, match, ids, native), entry.translated_until, kv, Target(target, [match.link]), first
-    )
+    carry = carry_of(matcher, match, ids, native)
+    made = translated(carry, entry.translated_until, kv, Target(target, [match.link]), first)
+    got = in_one(made, TOKENS - 1 - native)
     own = read(target, target.ids(ids)).narrow(0, TOKENS - 1)
     assert [got.held(layer) for layer in range(3)] == [TOKENS - 1 - max(native, f) for f in first]
     heads = [slice(0, s.kv_heads) for s in target.geometry.layers]
-    rows = zip(placed(got, target.rotary, native, heads), placed(own, target.rotary, 0, heads), strict=True)
+    rows = zip(
+        *(placed(layers_of(x), TOKENS - 1, target.rotary, heads) for x in (got, own)),
+        strict=True,
+    )
     for layer, (mine, whole) in enumerate(rows):
         for a, b in zip(mine, whole, strict=True):
             torch.testing.assert_close(a, b[max(native, first[layer]) :], atol=SAME, rtol=0)
@@ -647,7 +672,7 @@ def test_a_rehearsal_lays_out_the_maps_and_remembers_no_text(
 def test_lifting_undoes_placing(source: LanguageModel) -> None:
     own = read(source, source.ids(prompt()))
     heads = [slice(0, s.kv_heads) for s in source.geometry.layers]
-    again = lifted(list(placed(own, source.rotary, 0, heads)), source.rotary)
+    again = lifted(list(placed(layers_of(own), own.tokens, source.rotary, heads)), source.rotary)
     torch.testing.assert_close(again.keys, own.keys, atol=1e-5, rtol=0)
 
 
@@ -693,9 +718,9 @@ def test_from_an_extract_comes_what_comes_from_the_checkpoint(
     carry, first = carry_of(matcher, match, ids, native), [0] * len(target.geometry)
     assert (carry.plan.translated[0] > native) == (native < 4)
     own = open_own(str(made / "target"), torch.float32, str(extract))
-    got = translate(carry, entry.translated_until, kv, Target(own.lm, [match.link], own.extract), first)
-    expected = translate(carry, entry.translated_until, kv, Target(target, [match.link]), first)
-    torch.testing.assert_close(got.keys + got.values, expected.keys + expected.values, atol=1e-5, rtol=1e-5)
+    got = translated(carry, entry.translated_until, kv, Target(own.lm, [match.link], own.extract), first)
+    expected = translated(carry, entry.translated_until, kv, Target(target, [match.link]), first)
+    torch.testing.assert_close(list(got), list(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_a_beginning_that_the_extract_lacks_is_refused(
@@ -765,7 +790,7 @@ def test_a_load_writes_nothing_where_no_block_is(loading: tuple[Worker, MemoryPa
     worker.start(Orders(loads=[replace(load, blocks=rows)]))
     assert wait_for(worker, "received").failed == {}
     heads = [slice(0, s.kv_heads) for s in _target(worker).lm.geometry.layers]
-    whole = list(placed(own.narrow(0, TOKENS - 1), _rotary(worker), 0, heads))
+    whole = list(placed(layers_of(own.narrow(0, TOKENS - 1)), TOKENS - 1, _rotary(worker), heads))
     for layer, row in enumerate(rows):
         first = row.count(NO_BLOCK) * BLOCK
         held = pages.layers[layer][0][[b for b in row if b != NO_BLOCK]].flatten(0, 1)[: TOKENS - 1 - first]
@@ -809,18 +834,26 @@ def test_a_load_that_fails_is_told_once(
     assert fault == "kernel" or not pages.layers[0][0].isfinite().any(), "a load that was given up has written"
 
 
-def test_a_load_that_is_writing_is_not_given_up(loading: tuple[Worker, MemoryPages, Load, KV]) -> None:
+@pytest.mark.parametrize("ends", ["late", "gone"])
+def test_a_load_that_is_writing_ends_at_its_next_layer_and_is_told_then(
+    loading: tuple[Worker, MemoryPages, Load, KV], ends: str
+) -> None:
+    """Until then its blocks are held: what is told as ended writes nothing any more."""
     worker, pages, load, _ = loading
     pages.hold.clear()
-    worker._options = replace(worker._options, load_seconds=0.5)
+    worker._options = replace(worker._options, load_seconds=2.0 if ends == "late" else 30.0)
     worker.start(Orders(loads=[load]))
     until = time.monotonic() + 10
-    while worker._loads["r"]._state != "committed" and time.monotonic() < until:
+    while not pages.layers[0][1].isfinite().any() and time.monotonic() < until:
         time.sleep(0.01)
-    time.sleep(0.6)
+    if ends == "gone":
+        worker.start(Orders(dropped={"r"}))
+    time.sleep(2.2 if ends == "late" else 0.1)
     assert worker.told().received == set()
     pages.hold.set()
-    assert wait_for(worker, "received").failed == {}
+    assert wait_for(worker, "received").failed["r"][0] == "late"
+    assert pages.layers[0][0].isfinite().any()
+    assert not pages.layers[1][0].isfinite().any()
 
 
 def test_a_request_that_is_gone_is_not_written_for(loading: tuple[Worker, MemoryPages, Load, KV], store: Store) -> None:

@@ -1,12 +1,13 @@
 """From a kept cache to the keys and values that an engine holds: read, merge, translate, rotate.
 
 Knows tensors, stores and the target's own part: its embeddings, first layer and first tokens, from an extract of it or a copy of
-its checkpoint on the CPU. Translation itself is `assembling.assemble`. Does not know blocks, slots or an engine's layouts.
+its checkpoint on the CPU. A translation is what `assembling.assemble` gives, layer by layer. Does not know blocks, slots or an
+engine's layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,12 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from kvlingo.assembling import assemble, first_source_token
-from kvlingo.assembling import translate as translate_middle
+from kvlingo.assembling import exact_kv, first_source_token
 from kvlingo.errors import IncompatiblePair, UnsupportedModel
 from kvlingo.extracts import Extract, checkpoint_folder, open_extract
 from kvlingo.geometry import Geometry
-from kvlingo.kv import KV, concat
+from kvlingo.kv import KV
 from kvlingo.language_model import LanguageModel, read
 from kvlingo.manifest import ModelCard
 from kvlingo.models import load_model
@@ -31,6 +31,7 @@ from kvlingo.serve.external.refusals import Refused
 from kvlingo.serve.external.stores import Store
 from kvlingo.store import load_translator
 from kvlingo.translator import Translator
+from kvlingo.trust import embeddings_of, place_of
 
 REMEMBERED_HEADS = 64
 REHEARSED_TOKENS = 256
@@ -173,26 +174,44 @@ def fetch(store: Store, key: str, tenant: str) -> tuple[Entry, KV]:
 
 
 @torch.no_grad()
-def translate(carry: Carry, untrusted: int, source: KV, target: Target, first_held: Sequence[int]) -> KV:
-    """Return the target's position-free KV of the tokens from `carry.native` to the end of the translated ones.
+def translated(
+    carry: Carry, untrusted: int, source: KV, target: Target, first_held: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each layer's position-free keys and values of the target as they are made, [1, heads, held, dim].
+
+    They are of the tokens from `carry.native` to the end of the translated ones; what `assembling.assemble` gives, but one layer
+    at a time is in memory.
 
     Args:
         untrusted: how many first tokens of the source were translated themselves (`Entry.translated_until`).
         first_held: per layer how many first tokens the engine has no place for: they lie outside a sliding window.
     """
-    translator = target.translators[carry.digest]
+    lm, translator = target.lm, target.translators[carry.digest]
     start, stop = carry.plan.translated
     offset = first_source_token(translator.config, carry.alignment[start], untrusted)
-    known = (
-        target.lm,
-        translator,
+    ids, (device, dtype) = torch.tensor(carry.ids, dtype=torch.long), place_of(translator)
+    before = target.head(carry.ids[:start]).narrow(carry.native, start) if start > carry.native else None
+    made = translator.stream(
         source.narrow(offset, source.tokens) if translator.config.reads_source else None,
-        alignment_tensor(carry.alignment) - offset,
-        torch.tensor(carry.ids, dtype=torch.long),
+        alignment_tensor(carry.alignment)[start:stop] - offset,
+        embeddings_of(lm, translator, ids[:stop]),
+        start=start,
+        skip=[max(0, first - start) for first in first_held],
+        native=exact_kv(carry.plan, lm, translator, ids, None, device, dtype),
+        rounded=lm.dtype,
     )
-    middle = translate_middle(carry.plan, *known, skip=[max(0, first - start) for first in first_held])
-    kv = assemble(carry.plan, *known, prefix=_prefix(carry, target), middle=middle)
-    return last_tokens(kv, [stop - max(first, carry.native) for first in first_held], stop - carry.native)
+    for layer, _, keys, values in made:
+        held = stop - max(first_held[layer], carry.native)
+        parts = (
+            (keys, values)
+            if before is None
+            else (
+                torch.cat((before.keys[layer], keys.to(lm.dtype)), dim=2),
+                torch.cat((before.values[layer], values.to(lm.dtype)), dim=2),
+            )
+        )
+        mine, theirs = (part[:, :, part.shape[2] - held :].to(lm.dtype) for part in parts)
+        yield mine, theirs
 
 
 def rehearse(target: Target, tokens: int = REHEARSED_TOKENS) -> None:
@@ -205,46 +224,19 @@ def rehearse(target: Target, tokens: int = REHEARSED_TOKENS) -> None:
         values = tuple(torch.zeros(1, s.kv_heads, tokens, s.value_dim, dtype=target.lm.dtype) for s in shapes)
         plan = plan_handoff(list(steps))
         carry = Carry("", "", digest, ids, steps, plan, plan.translated[0])
-        translate(carry, 0, KV(keys, values, tokens), target, [0] * len(target.lm.geometry))
+        for _ in translated(carry, 0, KV(keys, values, tokens), target, [0] * len(target.lm.geometry)):
+            pass
 
 
-def last_tokens(kv: KV, counts: Sequence[int], tokens: int) -> KV:
-    """Return the last `tokens` tokens, of which each layer holds its last `counts`; it has to hold so many."""
-
-    def cut(x: Tensor, count: int) -> Tensor:
-        return x[:, :, x.shape[2] - count :]
-
-    keys = (cut(x, count) for x, count in zip(kv.keys, counts, strict=True))
-    values = (cut(x, count) for x, count in zip(kv.values, counts, strict=True))
-    return KV(tuple(keys), tuple(values), tokens)
-
-
-def _prefix(carry: Carry, target: Target) -> KV | None:
-    """Return what stands before the translated tokens; what the engine holds itself is a part without contents."""
-    start, _ = carry.plan.translated
-    if not start:
-        return None
-    held = _hollow(target.lm, carry.native)
-    if start == carry.native:
-        return held
-    head = target.head(carry.ids[:start])
-    return concat([held, head.narrow(carry.native, start)]) if carry.native else head
-
-
-def _hollow(lm: LanguageModel, tokens: int) -> KV:
-    """Return a KV of tokens of which it holds nothing."""
-    shapes = lm.geometry.layers
-    keys = (torch.zeros(1, s.kv_heads, 0, s.key_dim, dtype=lm.dtype) for s in shapes)
-    values = (torch.zeros(1, s.kv_heads, 0, s.value_dim, dtype=lm.dtype) for s in shapes)
-    return KV(tuple(keys), tuple(values), tokens)
-
-
-def placed(kv: KV, rotary: Rotary, start: int, heads: Sequence[slice]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each layer's keys and values of some of its heads, [held, heads, dim], rotated for positions from `start` on."""
-    rotary, stop = rotary.for_one_pass(), start + kv.tokens
-    positions = {held: torch.arange(stop - held, stop) for held in set(map(kv.held, range(len(kv))))}
-    for layer, (mine, free_keys, free_values) in enumerate(zip(heads, kv.keys, kv.values, strict=True)):
-        keys, values = rotary.apply(free_keys[:, mine], free_values[:, mine], layer, positions[kv.held(layer)])
+def placed(
+    layers: Iterable[tuple[Tensor, Tensor]], stop: int, rotary: Rotary, heads: Sequence[slice]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each layer's keys and values of some of its heads, [held, heads, dim], rotated for the positions before `stop`."""
+    rotary, positions = rotary.for_one_pass(), dict[int, Tensor]()
+    for layer, (mine, (free_keys, free_values)) in enumerate(zip(heads, layers, strict=True)):
+        held = free_keys.shape[2]
+        at = positions.setdefault(held, torch.arange(stop - held, stop))
+        keys, values = rotary.apply(free_keys[:, mine], free_values[:, mine], layer, at)
         yield keys[0].transpose(0, 1).contiguous(), values[0].transpose(0, 1).contiguous()
 
 

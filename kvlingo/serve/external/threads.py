@@ -1,7 +1,7 @@
 """Work beside the engine: a few threads, and jobs that can be given up.
 
 A thread that hangs in a store never holds the engine or its end up. Who gives a job up knows whether it has passed the point of
-no return (`commit`): from then on its result stands.
+no return (`commit`): from then on its end has to be waited for, and a job that looks whether it is still `wanted` ends soon.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Job(Generic[T]):
         self._work, self.until = work, until
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._given_up = False
         self._state: State = "open"
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -44,8 +45,14 @@ class Job(Generic[T]):
                 self._state = "committed"
             return self._state != "cancelled"
 
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody still waits for it, in time."""
+        return not (self._given_up or self.late)
+
     def cancel(self) -> bool:
-        """Give a job up; False where that is too late and its result stands."""
+        """Give a job up; False where its end has to be waited for."""
+        self._given_up = True
         with self._lock:
             if self._state == "open":
                 self._state = "cancelled"

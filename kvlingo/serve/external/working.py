@@ -1,7 +1,8 @@
 """A worker's half: carries orders out beside the engine, and tells what came of them.
 
 Knows stores, translators and jobs; the engine's blocks are behind `Pages`. What fails is told with its reason, and the engine
-reads the prompt itself. Blocks are written only by a load that has not been given up: who gives it up in time may use them.
+reads the prompt itself. Blocks are written, layer by layer as they are translated, by a load that somebody waits for: who gives
+one up that has begun to write waits until it has ended.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -18,7 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kvlingo.kv import KV
-from kvlingo.serve.external.carrying import Carry, Side, Target, fetch, head_range, lifted, placed, translate
+from kvlingo.serve.external.carrying import Carry, Side, Target, fetch, head_range, lifted, placed, translated
 from kvlingo.serve.external.entries import Entry, describe, pack, parse
 from kvlingo.serve.external.options import Options
 from kvlingo.serve.external.refusals import Refused
@@ -118,11 +119,14 @@ class Worker:
         entry, source = fetch(self._store, carry.key, carry.tenant)
         self._check(entry, carry)
         heads = [head_range(s.kv_heads, self._rank, self._world) for s in self._target.lm.geometry.layers]
+        stop = carry.plan.translated[1]
         with self._translating:  # one at a time: it is arithmetic, and no model is asked by two threads
-            kv = translate(carry, entry.translated_until, source, self._target, self._pages.first_held(load.blocks))
-            layers = list(placed(kv, self._target.lm.rotary, carry.native, heads))
-        if job.commit():
-            self._pages.write(layers, load.blocks, carry.native + kv.tokens)
+            if job.commit():
+                layers = translated(
+                    carry, entry.translated_until, source, self._target, self._pages.first_held(load.blocks)
+                )
+                rotated = placed(layers, stop, self._target.lm.rotary, heads)
+                self._pages.write(while_wanted(rotated, job), load.blocks, stop)
 
     def _check(self, entry: Entry, carry: Carry) -> None:
         """Raise `Refused` where a cache is not the one that was planned with: it was replaced, or its time is over."""
@@ -218,3 +222,11 @@ class Worker:
     def busy(self) -> bool:
         """Whether anything is under way that the engine waits for."""
         return bool(self._loads or self._copies)
+
+
+def while_wanted(layers: Iterable[tuple[Tensor, Tensor]], job: Job[None]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield layers as long as somebody waits for them. Raises `Refused`: what is written by then is computed anew."""
+    for layer in layers:
+        if not job.wanted:
+            raise Refused("late", "the translation took longer than anybody waits for it")
+        yield layer
