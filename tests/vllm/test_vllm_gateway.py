@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ Messages = list[dict[str, str]]
 COUNT = 12
 
 
-@pytest.fixture(scope="module")
-def gateway(fleet: Fleet) -> Iterator[Serving[RemoteEngine]]:
+@contextmanager
+def gateway_of(fleet: Fleet) -> Iterator[Serving[RemoteEngine]]:
+    """Serve both models through one gateway."""
     urls = [fleet.get(name).url for name in ("source", "target")]
     settings = Settings(engine=f"vllm={','.join(urls)}")
     engine = build_engine(settings, lambda _: None)
@@ -34,9 +36,19 @@ def gateway(fleet: Fleet) -> Iterator[Serving[RemoteEngine]]:
         wait_until(lambda: not served.thread.is_alive())
 
 
+def client_of(gateway: Serving[RemoteEngine]) -> Any:
+    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def gateway(fleet: Fleet) -> Iterator[Serving[RemoteEngine]]:
+    with gateway_of(fleet) as served:
+        yield served
+
+
 @pytest.fixture(scope="module")
 def client(gateway: Serving[RemoteEngine]) -> Any:
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=120)
+    return client_of(gateway)
 
 
 def say(client: Any, model: str, messages: Messages, *, stream: bool = False, mode: str = "auto", **more: Any) -> Any:
