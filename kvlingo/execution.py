@@ -117,7 +117,7 @@ def carry_out_in_parts(
         )
         for number, piece in enumerate(pieces_of_middle(plan, *known, alignment, ids, most=most)):
             if most is not None and number:
-                yield
+                yield None
             opened.write(piece)
         return plan, opened if leave_open else opened.cache
     except UnsupportedCache as error:

@@ -320,7 +320,7 @@ def _read_rest(
     if not len(rest):
         return cache, None
     if most is not None and len(rest) >= most:
-        yield
+        yield None
     done = yield from prefill_in_parts(
         target, rest, most=most, cache=cache, full_length=True, logits_to_keep=min(rows, len(rest))
     )

@@ -174,7 +174,7 @@ def prefill_in_parts(
     rows, tokens = list[Tensor](), len(ids)
     for start, stop in parts(0, tokens, most):
         if start:
-            yield
+            yield None
         kept = min(stop - start, max(0, logits_to_keep - (tokens - stop)))
         done = prefill(lm, ids[start:stop], cache=cache, full_length=full_length, logits_to_keep=max(1, kept))
         cache, rows = done.cache, [*rows, done.logits] if kept else rows

@@ -186,7 +186,7 @@ def extend_in_parts(
         cache = target_cache(target, read_sinks(target, first, opening=opening))
         if len(first) == len(ids):
             return cache
-        yield
+        yield None
     held = int(cache.get_seq_length())
     if held == len(ids):
         return cache

@@ -9,7 +9,9 @@ from collections.abc import Generator
 from typing import TypeVar
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]
+WAITED = "waited"
+"""What a step gives that has done nothing: something else has to be done before."""
+Steps = Generator[str | None, None, T]
 
 
 def finished(steps: Steps[T]) -> T:

@@ -25,7 +25,7 @@ from kvlingo.language_model import LanguageModel, prefill
 from kvlingo.serve.protocol import Begun, Busy, Done, Event, Finish, Piece, Sampling, Unavailable
 from kvlingo.serve.sampling import Speech
 from kvlingo.states import ModelState
-from kvlingo.steps import Steps
+from kvlingo.steps import WAITED, Steps
 
 LOG = logging.getLogger(__name__)
 ENDS = ("finished", "cancelled", "failed")
@@ -125,14 +125,15 @@ class FairQueue(Generic[Waits]):
         self.push(item)
         return item
 
-    def remove(self, item: Waits) -> None:
-        """Take something out, if it is still there."""
+    def remove(self, item: Waits) -> bool:
+        """Take something out; False where it is not there any more."""
         items = self._waiting.get(item.tenant)
         if items is None or item not in items:
-            return
+            return False
         items.remove(item)
         if not items:
             del self._waiting[item.tenant]
+        return True
 
 
 @dataclass(eq=False)
@@ -214,7 +215,7 @@ class Lane:
         """Let a job go: at once where it waits, else before the next token."""
         job.cancelled.set()
         with self._changed:
-            self._queue.remove(job)
+            self.counts["left_queue"] += self._queue.remove(job)
             self._changed.notify_all()
 
     def look_again(self) -> None:
@@ -269,8 +270,9 @@ class Lane:
         """Let who was cancelled leave, one job that begins take a step, and all rows say one more token."""
         for each in [b for b in self._beginning if b.job.cancelled.is_set()]:
             self._give_up(each)
-        if len(self._beginning):
-            self._begin()
+        for _ in range(len(self._beginning)):
+            if self._begin() != WAITED:  # who waits for another's reading takes no turn from it
+                break
         for row in [r for r in self._rows if r.job.cancelled.is_set()]:
             self._leave(row)
         if self._rows:
@@ -301,10 +303,10 @@ class Lane:
             LOG.warning("%s: work in a pause failed", self.lm.name, exc_info=True)
             return None
 
-    def _begin(self) -> None:
+    def _begin(self) -> str | None:
         """Let the job whose turn it is take a step; after the last it says its first token and joins the rows.
 
-        What goes wrong is its own until it has joined. It counts as running all the time.
+        What goes wrong is its own until it has joined. It counts as running all the time. Returns what the step gave.
         """
         with self._changed:
             beginning = self._beginning.turn()
@@ -313,8 +315,7 @@ class Lane:
             if beginning.steps is None:
                 beginning.queue_ms = ms_since(job.submitted)
                 beginning.steps = job.begin()
-            next(beginning.steps)
-            return
+            return next(beginning.steps)
         except StopIteration as end:
             row = self._first_token(beginning, end.value)
         except Exception as error:
@@ -327,6 +328,7 @@ class Lane:
             self._settle()
             if row.speech.finish_reason:
                 self._leave(row)
+        return None
 
     def _first_token(self, beginning: _Beginning, started: Started) -> _Row | None:
         """Let a job say its first token; None where that fails."""
@@ -419,12 +421,13 @@ class Lane:
         except Exception as error:  # the answer stands; only the next turn pays
             self.counts["not_kept"] += 1
             LOG.warning("%s: a cache could not be kept: %s", self.lm.name, type(error).__name__)
-        seconds = time.perf_counter() - job.submitted
-        self._mean_s += 0.1 * (seconds - self._mean_s)
         if speech.finish_reason is None:
             self.counts["cancelled"] += 1
         else:
-            self.counts["finished"] += 1
+            if speech.finish_reason != "turn":  # another model takes over: the answer goes on
+                seconds = time.perf_counter() - job.submitted
+                self._mean_s += 0.1 * (seconds - self._mean_s)
+                self.counts["finished"] += 1
             job.tell(Done(speech.finish_reason, len(speech.ids), row.ttft_ms, row.queue_ms))
         with self._changed:
             self._changed.notify_all()

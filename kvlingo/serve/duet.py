@@ -79,6 +79,7 @@ class Singer:
             translated_tokens=part.translated_tokens + begun.translated_tokens,
             recomputed_tokens=part.recomputed_tokens + begun.recomputed_tokens,
             fallback=part.fallback or begun.fallback,
+            hops=max(part.hops, begun.hops),
         )
 
     def reads(self, ids: Sequence[int]) -> None:

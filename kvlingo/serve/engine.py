@@ -106,6 +106,7 @@ class LocalEngine:
         self._switch = Switch(self._sides, links, self._sessions, limits.rule, self._shelf, limits.part_tokens)
         self._counts, self._counting = Counter[str](dict.fromkeys(COUNTED, 0)), threading.Lock()
         self._draining, self._relays = False, 0
+        self._forming_ended = False
         self._forming = ThreadPoolExecutor(1, thread_name_prefix="kvlingo-forms")
         self._healers = [Healer(name, lm, self._sessions, self._is_busy) for name, lm in models.items() if limits.heal]
         self._ways = [(link.source, link.target) for link in links if not link.refusal]
@@ -127,7 +128,7 @@ class LocalEngine:
             size = tokens * lm.geometry.features_per_token * lm.dtype.itemsize
             return self._sessions.num_bytes + size <= self._sessions.max_bytes
 
-        return Ahead(name, self._switch, prepare, self._keep, self._is_busy, has_room)
+        return Ahead(name, self._switch, prepare, partial(self._keep, ahead=True), self._is_busy, has_room)
 
     def _in_pauses(self, name: str) -> Callable[[], float | None] | None:
         """Return what one model's worker does in pauses: first what makes the next switch cheap, then what makes it exact."""
@@ -199,8 +200,17 @@ class LocalEngine:
                 yield event
 
     async def _form(self, schema: str, lm: LanguageModel) -> Form:
-        """Prepare a schema, one at a time: some take seconds, and nobody else's request shall wait for a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._forming, form_of, schema, lm)
+        """Prepare a schema, one at a time: some take seconds, and nobody else's request shall wait for a thread.
+
+        Raises `Unavailable` where the drain's time has passed before it was its turn.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._forming, form_of, schema, lm)
+        except (asyncio.CancelledError, RuntimeError) as error:
+            task = asyncio.current_task()
+            if not self._forming_ended or (task is not None and task.cancelling()):
+                raise
+            raise Unavailable(1.0) from error
 
     async def _together(self, request: Request, help_: Help, asked: float) -> AsyncGenerator[Event, None]:
         """Let one model answer with single tokens of another. Raises `NoHelp` where that one can't read the prompt."""
@@ -280,13 +290,15 @@ class LocalEngine:
             for kind in KINDS:
                 self._counts[f"{kind}_tokens"] += getattr(begun, f"{kind}_tokens")
 
-    def _keep(self, prompt: Prompt, state: ModelState) -> None:
+    def _keep(self, prompt: Prompt, state: ModelState, *, ahead: bool = False) -> None:
         name, lm = prompt.request.model, self._sides[prompt.request.model].lm
-        self._sessions.keep(prompt.place(name), of_one_angle(lm, len(prompt.reading), state), lm.geometry)
+        self._sessions.keep(prompt.place(name), of_one_angle(lm, len(prompt.reading), state), lm.geometry, ahead=ahead)
 
     def stats(self) -> Mapping[str, float]:
         """Return counters since the start, and gauges: `queued`, `running`, `cache_bytes`, `cache_snapshots`.
 
+        They count what models did: every choice of a request, and both models of an answer of two. `requests` are those that have
+        begun, `left_queue` those whose client left before, `translations_failed` includes those where another source did it.
         With a disk `spill_…` too, with healing `heal_…`, with translating ahead `ahead_…`.
         """
         total = Counter[str]()
@@ -295,6 +307,7 @@ class LocalEngine:
             total.update(dict(lane.counts))
         with self._counting:
             total.update(self._counts)
+        total["translations_failed"] = self._switch.failed_translations
         total.update(self._shelf.stats() if self._shelf else {})
         for healer in self._healers:
             total.update(healer.counts)
@@ -313,6 +326,7 @@ class LocalEngine:
         until = time.monotonic() + timeout_s
         while time.monotonic() < until and (self._relays or self._is_busy()):
             await asyncio.sleep(POLL_S)
+        self._forming_ended = True
         self._forming.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*(asyncio.to_thread(lane.stop, STOP_S) for lane in self._lanes.values()))
         if self._shelf:

@@ -144,6 +144,7 @@ class Part:
         turns: how often it took over.
         native_tokens, translated_tokens, recomputed_tokens: how it came to know the prompt and what the others said.
         fallback: why nothing was translated although it was to be, or None.
+        hops: how often the least trusted of what it went on from was translated.
     """
 
     model: str
@@ -153,6 +154,7 @@ class Part:
     translated_tokens: int = 0
     recomputed_tokens: int = 0
     fallback: str | None = None
+    hops: int = 0
 
 
 @dataclass(frozen=True)

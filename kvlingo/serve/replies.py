@@ -212,7 +212,7 @@ class Tally:
             "native_tokens": sum(begun.native_tokens for begun in firsts),
             "translated_tokens": sum(begun.translated_tokens for begun in firsts),
             "recomputed_tokens": sum(begun.recomputed_tokens for begun in firsts),
-            "hops": max(begun.hops for begun in firsts),
+            "hops": max([*(b.hops for b in firsts), *(part.hops for done in self.first_ends() for part in done.parts)]),
             "source": next((begun.source for begun in firsts if begun.source), None),
             "fallback": next((begun.fallback for begun in firsts if begun.fallback), None),
             "switched_from": next((begun.switched_from for begun in firsts if begun.switched_from), None),

@@ -37,6 +37,7 @@ class Snapshot:
     ids: tuple[int, ...]
     whole: bool
     exact: int
+    ahead: bool = False
 
     @property
     def translated_until(self) -> int:
@@ -246,14 +247,14 @@ class Sessions:
         with self._lock:
             return place in self._trees
 
-    def keep(self, place: Place, state: ModelState, geometry: Geometry) -> None:
+    def keep(self, place: Place, state: ModelState, geometry: Geometry, *, ahead: bool = False) -> None:
         """Keep a state as it is now; the caller may go on with its own cache.
 
         What it can stand in for is dropped: it is longer, can be cut back exactly, and is trusted at least as far.
         """
         if not int(state.cache.get_seq_length()):
             return
-        snapshot = snapshot_of(place, state, geometry)
+        snapshot = replace(snapshot_of(place, state, geometry), ahead=ahead)
         with self._lock:
             self._put(snapshot)
             evicted = list(self._make_room())
@@ -281,6 +282,10 @@ class Sessions:
 
     def _put(self, snapshot: Snapshot) -> None:
         tree = self._trees.setdefault(snapshot.place, Radix())
+        before = tree.at(snapshot.ids)
+        if before is not None and before.exact > snapshot.exact:  # what is approximate replaces nothing that is less so
+            self._tick(before)
+            return
         for other in tree.above(snapshot.ids) if snapshot.whole else ():
             if stands_in(snapshot, other):
                 self._drop(other)

@@ -30,7 +30,7 @@ from kvlingo.serve.protocol import Begun, Dial, Message, Mode, Request
 from kvlingo.serve.sessions import Match, Place, Sessions, Snapshot, common, exact_until, snapshot_of
 from kvlingo.serve.shelf import Shelf
 from kvlingo.states import Conversation, ModelState, read_conversation, refuse_target
-from kvlingo.steps import Steps, finished
+from kvlingo.steps import WAITED, Steps, finished
 from kvlingo.translator import Translator
 
 LOG = logging.getLogger(__name__)
@@ -203,6 +203,7 @@ class Switch:
         self._sides, self._links, self._sessions, self._rule = sides, tuple(links), sessions, rule
         self._shelf, self.part_tokens = shelf, part_tokens
         # What each model is reading now; only the thread that the model runs on looks there.
+        self.failed_translations = 0
         self._underway = {name: list[_Underway]() for name in sides}
         self._reads_anew = {name for name, side in sides.items() if side.lm.target_refusal and not side.lm.goes_on}
 
@@ -270,34 +271,46 @@ class Switch:
     def start(self, prompt: Prompt) -> Steps[Started]:
         """Return a state that holds the whole prompt, and the logits of the next token."""
         target = self._sides[prompt.request.model]
-        left = self._switched_from(prompt, target)
         started = yield from self._start(prompt, target)
+        left = self._switched_from(prompt, target, started.begun.native_tokens) or started.begun.source
         begun = replace(started.begun, switched_from=left)
         if left is not None and not begun.translated_tokens and not begun.fallback:
-            begun = replace(begun, reread=self._why_reread(left, target.name, prompt.request.dial.mode))
+            begun = replace(begun, reread=self._why_reread(prompt, left, target, begun.native_tokens))
         return replace(started, begun=begun)
 
-    def _switched_from(self, prompt: Prompt, target: Side) -> str | None:
+    def _switched_from(self, prompt: Prompt, target: Side, held: int) -> str | None:
         """Return who has read the most of a conversation, where that is most of it and more than the target holds."""
         tokens = len(prompt.reading) - self._opening(prompt)
-        most, who = max(tokens // 2, _tokens(self._own(prompt, target))), None
-        for name, reading in prompt.others.items():
-            found = self._sessions.find(prompt.place(name), reading.ids)
-            read = tokens * max((m.tokens for m in found), default=0) // max(len(reading), 1)
+        most, who = max(tokens // 2, held + 1), None  # one token is always left to read
+        for name in self._sides:
+            read = int(tokens * self._share_read(prompt, name)) if name != target.name else 0
             if read > most:
                 most, who = read, name
         return who
+
+    def _share_read(self, prompt: Prompt, model: str) -> float:
+        """Return how much of a prompt another model has read for answers of its own: of its own reading of it."""
+        place = prompt.place(model)
+        reading = self._as_read_by(prompt, model) if self._sessions.holds(place) else None
+        if reading is None or not len(reading):
+            return 0.0
+        found = self._sessions.find(place, reading.ids)
+        return max((m.tokens for m in found if not m.snapshot.ahead), default=0) / len(reading)
 
     def _opening(self, prompt: Prompt) -> int:
         """Return how many last tokens of a prompt are in no other model's reading of it."""
         return self._sides[prompt.request.model].opening_tokens if prompt.opened else 0
 
-    def _why_reread(self, source: str, target: str, mode: Mode) -> str:
+    def _why_reread(self, prompt: Prompt, source: str, target: Side, native: int) -> str:
         """Say why nothing was translated although there was a switch, and nothing failed."""
-        if mode == "reprefill":
+        if prompt.request.dial.mode == "reprefill":
             return "a re-prefill was asked for"
-        if not any((link.source, link.target) == (source, target) for link in self._links):
-            return f"there is no translator from {source} to {target}"
+        if not any((link.source, link.target) == (source, target.name) for link in self._links):
+            return f"there is no translator from {source} to {target.name}"
+        offers, _ = self._offers(prompt, target, native)
+        own = max((offer.spared for offer in offers if offer.source.name == source), default=0)
+        if 2 * own < len(prompt.reading) - native:
+            return f"{source} has read only {own} tokens of it itself, and a translation is not translated again"
         return "reading so little again costs no more, and is exact"
 
     def _start(self, prompt: Prompt, target: Side) -> Steps[Started]:
@@ -316,6 +329,8 @@ class Switch:
                 return (yield from self._translate(prompt, target, offer, own, prompt.request.dial))
             except Exception as error:  # the chat user gets an answer whatever a translator does
                 reason = _told(error)
+                self.failed_translations += 1
+                LOG.warning("a translation from %s to %s was not used: %s", offer.source.name, target.name, reason)
         if ways:
             own = yield from self._awaited(prompt, target)  # others may be reading it by now
         return (yield from self._read_on(prompt, target, own, reason))
@@ -325,9 +340,15 @@ class Switch:
         dial, tokens, native = prompt.request.dial, len(prompt.reading), _tokens(own)
         offers, reason = ([], None) if dial.mode == "reprefill" else self._offers(prompt, target, native)
         paying = [offer for offer in offers if self._pays(offer, target, tokens, native, dial)]
-        if not offers and dial.mode == "translate" and reason is None and tokens - native > max(1, dial.tail):
+        asked = dial.mode == "translate" and (not native or self._most_read(prompt, target) > native)
+        if not offers and asked and reason is None and tokens - native > max(1, dial.tail):
             reason = f"no model with a translator to {target.name} has read more of this conversation"
         return sorted(paying, key=lambda o: o.spared, reverse=True), reason
+
+    def _most_read(self, prompt: Prompt, target: Side) -> int:
+        """Return how much another model has read of a prompt, in the target's tokens."""
+        others = (self._share_read(prompt, name) for name in self._sides if name != target.name)
+        return int(len(prompt.reading) * max(others, default=0.0))
 
     def _readers(self, prompt: Prompt, target: Side) -> list[tuple[int, _Underway]]:
         """Return who is reading what could be gone on from, each with how many of its tokens: exact ones, where those count."""
@@ -358,7 +379,7 @@ class Switch:
             held = _longest(self._held(prompt, target), held)  # a window may have slid past it by the next step
             if reader.tokens >= tokens:
                 return held
-            yield
+            yield WAITED
 
     def worth_translating(self, prompt: Prompt) -> tuple[Offer, Match | None] | None:
         """Return what a request for this would be translated from, and what the target holds; None where it would not be.
