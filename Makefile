@@ -99,7 +99,7 @@ $(VENV)/.torch: $(VENV)/.made
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(PIP) install --quiet --editable '.[gguf,hub,plot]' $(if $(PIN),'$(PIN)')
+	$(PIP) install --quiet --editable '.[gguf,hub,plot,serve]' $(if $(PIN),'$(PIN)')
 	@touch $@
 
 # Its torchvision, torchaudio and torchcodec are builds for another PyTorch; text models run without them.

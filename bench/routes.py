@@ -1,6 +1,7 @@
 """Routers compared on what two models really answered: quality, cost and time of each, on questions with one right answer.
 
-    python -m bench.routes --small DIR --big DIR --work DIR [--questions 240] [--tasks DIR] [--out results/routes.json]
+    python -m bench.routes --small DIR --big DIR --work DIR [--questions 240] [--kinds rooms,last_words] [--tasks DIR]
+        [--out results/routes.json]
 
 Both models are served by one in-process engine. Each question, with solved examples before it, is put to the small model and to
 the big one, and one half of them to the router `token` over both (without a translator each reads what the other said), one after
@@ -136,10 +137,12 @@ MADE: Mapping[str, Callable[[random.Random], Solved]] = {
 }
 
 
-def write_questions(count: int, shots: int, seed: int) -> list[Asked]:
+KINDS = (*MADE, *FACTS)
+
+
+def write_questions(count: int, shots: int, seed: int, kinds: Sequence[str] = KINDS) -> list[Asked]:
     """Write `count` questions, the kinds in turn, none twice; no question is its own example."""
     rng = random.Random(seed)
-    kinds = [*MADE, *FACTS]
     each = -(-count // len(kinds))
     found: list[list[Asked]] = []
     for kind in kinds:
@@ -169,10 +172,18 @@ def solved_before(kind: str, shown: Sequence[Solved], one: Solved) -> Asked:
     return Asked(kind, f"{examples}Question: {one[0]}\nAnswer:", one[1])
 
 
+def kinds_of(named: str | None) -> tuple[str, ...]:
+    """Read names of kinds, separated by commas; all of them where none is given. Raises `BadInput`."""
+    kinds = tuple(named.split(",")) if named else KINDS
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise BadInput(f"there is no kind {unknown[0]!r}; there are: {', '.join(KINDS)}")
+    return kinds
+
+
 def read_questions(arguments: argparse.Namespace) -> list[Asked]:
     """Return BIG-bench's questions where they are given, else written ones."""
     if arguments.tasks is None:
-        return write_questions(arguments.questions, arguments.shots, arguments.seed)
+        return write_questions(arguments.questions, arguments.shots, arguments.seed, kinds_of(arguments.kinds))
     files = sorted(arguments.tasks.glob("*/task.json"))
     if not files:
         raise BadInput(f"{arguments.tasks} holds no folder with a task.json; give bigbench/benchmark_tasks")
@@ -346,6 +357,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=240)
     parser.add_argument("--shots", type=int, default=2, help="solved examples before each question")
     parser.add_argument("--tasks", type=Path, help="BIG-bench's benchmark_tasks, instead of written questions")
+    parser.add_argument("--kinds", help=f"of written questions, separated by commas: {', '.join(KINDS)}")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
@@ -366,7 +378,7 @@ def main(told: list[str] | None = None) -> None:
     rows = asyncio.run(drained(engine, RoutedEngine(engine, Token(PAIR)), questions, costs))
     record = {
         "models": {name: lm.name for name, lm in models.items()},
-        "options": {name: getattr(arguments, name) for name in ("questions", "shots", "dtype", "seed")},
+        "options": {name: getattr(arguments, name) for name in ("questions", "kinds", "shots", "dtype", "seed")},
         "questions_from": "BIG-bench" if arguments.tasks else "bench.routes",
         "by_kind": by_kind(questions, rows),
         "outcomes": outcomes(rows),

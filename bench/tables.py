@@ -237,7 +237,17 @@ def load_test() -> str:
 
 def routes() -> str:
     """Return what each router brought and cost on recorded answers."""
-    record = load("routes")
+    return routes_of("routes")
+
+
+def routes_two_kinds() -> str:
+    """Return the same for two kinds of questions, of which each model is better at one."""
+    return routes_of("routes-two-kinds")
+
+
+def routes_of(name: str) -> str:
+    """Return the table of one record of routers."""
+    record = load(name)
     if record is None:
         return "Not measured yet.\n"
     arms = {
@@ -491,6 +501,7 @@ TABLES: dict[str, Callable[[], str]] = {
         vllm_servers,
         load_test,
         routes,
+        routes_two_kinds,
         speed,
         compression,
         capacity,

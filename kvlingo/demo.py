@@ -189,11 +189,17 @@ def run_demo(
     print_times(times, console)
     shutil.rmtree(work, ignore_errors=True)
     for one in made:
-        console.print(f"saved {one.folder}: try kvlingo handoff {one.folder} FILE", highlight=False, soft_wrap=True)
+        console.print(f"saved {one.folder}: try {command()} handoff {one.folder} FILE", highlight=False, soft_wrap=True)
     translators = " ".join(f"--translator {one.folder}" for one in made)
-    served = f"kvlingo serve --model small={folders[0]} --model big={folders[1]} {translators}"
+    served = f"{command()} serve --model small={folders[0]} --model big={folders[1]} {translators}"
     console.print(f"chat with both, and switch between them: {served}", highlight=False, soft_wrap=True)
     return summary(reports, times, turns, clock)
+
+
+def command() -> str:
+    """Return how this program is called from here."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "kvlingo" and shutil.which("kvlingo") is None else "kvlingo"
 
 
 def summary(

@@ -454,6 +454,25 @@ def test_what_memory_evicts_is_found_again(tmp_path: Path) -> None:
         assert answer.ids == cold_ids(LM, later(first))
 
 
+def test_what_waits_to_be_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is out of the store and not on the disk yet: nothing of it is read again."""
+    go_on, real = threading.Event(), files.write_synced
+
+    def hang(path: Path, data: bytes) -> None:
+        assert go_on.wait(60)
+        real(path, data)
+
+    with served(tmp_path, cache_bytes=1) as engine:
+        monkeypatch.setattr(files, "write_synced", hang)
+        first = said(engine, FIRST)
+        assert engine._shelf is not None
+        assert engine._shelf.stats()["spill_files"] == 0
+        answer = said(engine, later(first))
+        go_on.set()
+        assert answer.begun.native_tokens >= first.begun.prompt_tokens
+        assert answer.ids == cold_ids(LM, later(first))
+
+
 def test_a_disk_that_hangs_holds_no_answer_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writing, go_on = threading.Event(), threading.Event()
     real = files.write_synced

@@ -276,3 +276,19 @@ def test_a_schema_that_waits_at_the_end_of_a_drain_is_refused_as_a_request_is() 
 
         ends = within(go())
         assert isinstance(ends[1], Unavailable), ends
+
+
+@pytest.mark.parametrize("mode", ["auto", "translate"])
+def test_what_a_template_begins_with_is_nobody_s_conversation(mode: Any) -> None:
+    """Two conversations share a long opening and nothing else: no switch, and nothing to translate."""
+    lm = replace(LM, tokenizer=tiny.byte_tokenizer())
+    lm.tokenizer.chat_template = (
+        "{{ 'system: answer in plain words, and say so where you do not know. ' * 3 }}"
+        "{% for message in messages %}{{ message.role }}: {{ message.content }} {% endfor %}"
+    )
+    links = [Link("a", "b", SAME)]
+    with closing(LocalEngine(dict.fromkeys("ab", lm), links, Limits(rule=ALWAYS))) as engine:
+        ask(engine, request_for(lm, "a", [user("Hello")]))
+        (found,) = ask(engine, request_for(lm, "b", [user("Why?")], dial=Dial(mode)))
+        assert (found.begun.switched_from, found.begun.reread, found.begun.translated_tokens) == (None, None, 0)
+        assert found.begun.fallback is None or found.begun.fallback.startswith("no model with a translator")

@@ -202,6 +202,48 @@ def test_kvlingo_serve_answers_and_ends_on_sigterm(folders: tuple[Path, Path]) -
             process.kill()
 
 
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_cuts_answers_off_and_ends_in_order(folders: tuple[Path, Path], sig: signal.Signals) -> None:
+    """Its client is told, the process ends by itself: no abort in a model's thread, no word of a command that was stopped."""
+    model, _ = folders
+    command = [sys.executable, "-m", "kvlingo.cli", "serve", "--model", f"a={model}", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPO, env={**os.environ}) as process:
+        try:
+            assert process.stderr is not None
+            url = listening(process.stderr)
+            body = {
+                "model": "a",
+                "prompt": "x",
+                "max_tokens": 3000,
+                "stream": True,
+                "logit_bias": {"1": -100},
+                "stop": ["@@@@"],
+            }
+            with (
+                httpx.Client(timeout=60) as http,
+                http.stream("POST", f"{url}/v1/completions", json=body) as response,
+            ):
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(sig)
+                wait_until_draining(url)
+                process.send_signal(sig)
+                said = [line for line in lines if line]
+            assert process.wait(timeout=60) == 0
+            rest = process.stderr.read()
+        finally:
+            process.kill()
+    assert '"shutting_down"' in said[-1] or said[-1] == "data: [DONE]"
+    assert "Aborted" not in rest
+    assert "stopped:" not in rest
+
+
+def wait_until_draining(url: str) -> None:
+    end = time.monotonic() + 30
+    while httpx.get(f"{url}/readyz").status_code != 503 and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def listening(lines: Iterator[str]) -> str:
     """Return where the server says that it listens."""
     end = time.monotonic() + 120

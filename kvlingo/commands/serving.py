@@ -132,7 +132,7 @@ def serve(
         "dtype": dtype,
         "device": device,
     }
-    with stoppable("nothing was written"):
+    with stoppable("nothing is served"):
         from kvlingo.serve.settings import read_settings
 
         settings, _ = read_settings(flags, os.environ, config)

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import hashlib
 import logging
+import math
 import os
 import re
 import signal
@@ -62,14 +63,19 @@ class Gateway:
         self.figures = Figures(engine.stats)
         self.setting = Setting(engine, self.figures, settings.keepalive_s, settings.stall_s)
         self.draining = False
+        self.drain_until = math.inf
 
     async def drain(self) -> None:
         """Take no more requests and wait for those that were taken, with all choices of theirs that have yet to begin."""
         self.draining = True
-        until = time.monotonic() + self.settings.drain_s
-        while self.setting.replies and time.monotonic() < until:
+        self.drain_until = min(self.drain_until, time.monotonic() + self.settings.drain_s)
+        while self.setting.replies and time.monotonic() < self.drain_until:
             await asyncio.sleep(POLL_S)
-        await self.engine.drain(max(until - time.monotonic(), 0.0))
+        await self.engine.drain(max(self.drain_until - time.monotonic(), 0.0))
+
+    def hurry(self) -> None:
+        """Wait no longer for what runs: it is cut off and told so; what was read is kept."""
+        self.drain_until = 0.0
 
     def model(self, name: str) -> ModelInfo:
         """Return a model by name."""
@@ -284,9 +290,14 @@ def with_bodies(openapi: dict[str, Any]) -> dict[str, Any]:
 async def no_such_route(request: Request, error: Exception) -> Response:
     """Answer for a path or a method that is not there."""
     assert isinstance(error, HTTPException)
-    message = f"no {request.method} {request.url.path[:80]} here; there are: {', '.join(ROUTES)}"
-    code = "method_not_allowed" if error.status_code == 405 else "unknown_route"
-    return fault_response(Fault(error.status_code, "invalid_request_error", message, None, code))
+    path, allowed = request.url.path[:80], (error.headers or {}).get("Allow")
+    if error.status_code == 405:
+        message = f"{path} takes no {request.method}, only {allowed}"
+        response = fault_response(Fault(405, "invalid_request_error", message, None, "method_not_allowed"))
+        response.headers["Allow"] = allowed or ""
+        return response
+    message = f"no {path} here; there are: {', '.join(ROUTES)}"
+    return fault_response(Fault(error.status_code, "invalid_request_error", message, None, "unknown_route"))
 
 
 def page_response() -> Response:
@@ -336,7 +347,7 @@ def serve(settings: Settings, load: Callable[[], Engine]) -> None:
 
 
 class Server(uvicorn.Server):
-    """A server whose first SIGTERM or Ctrl-C lets running answers end; a second one ends it at once.
+    """A server whose first SIGTERM or Ctrl-C lets running answers end; a second one cuts them off, a third ends the process.
 
     While it drains it still listens: probes hear that it is not ready and clients when to come back, which a closed port would
     not tell them.
@@ -347,6 +358,7 @@ class Server(uvicorn.Server):
         self.gateway = gateway
         self.loop: asyncio.AbstractEventLoop | None = None
         self.drained: asyncio.Task[None] | None = None
+        self.signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen; say where."""
@@ -357,16 +369,22 @@ class Server(uvicorn.Server):
             LOG.info("listening", extra={"facts": {"url": f"http://{f'[{host}]' if ':' in host else host}:{port}"}})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain first; a second signal is uvicorn's to handle."""
-        if self.loop is None or self.gateway.draining:
+        """Drain first; then hurry. Left to itself, a process that ends would abort in a model's thread."""
+        self.signals += 1
+        if self.loop is None:
             super().handle_exit(sig, frame)
-            return
-        self.gateway.draining = True
-        self.loop.call_soon_threadsafe(self.begin_to_drain, signal.Signals(sig).name)
+        elif self.signals == 1:
+            self.gateway.draining = True
+            self.loop.call_soon_threadsafe(self.begin_to_drain, signal.Signals(sig).name)
+        elif self.signals == 2:
+            self.loop.call_soon_threadsafe(self.gateway.hurry)
+        else:
+            os._exit(128 + sig)
 
     def begin_to_drain(self, why: str) -> None:
         """Start to drain."""
-        LOG.info("draining", extra={"facts": {"why": why, "limit_s": self.gateway.settings.drain_s}})
+        facts = {"why": why, "limit_s": self.gateway.settings.drain_s, "again": "cuts running answers off"}
+        LOG.info("draining", extra={"facts": facts})
         self.drained = asyncio.ensure_future(self.drain())
 
     async def drain(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from kvlingo.language_model import LanguageModel
 from kvlingo.serve.disk import Disk, Stored
 from kvlingo.serve.freezing import Unusable, freeze, thaw
-from kvlingo.serve.sessions import Match, Place, Snapshot
+from kvlingo.serve.sessions import Match, Place, Snapshot, common
 from kvlingo.states import ModelState
 
 LOG = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class Shelf:
         self._waiting: deque[tuple[Snapshot, float]] = deque()
         self._waiting_bytes = 0
         self._writing, self._until = False, float("inf")
+        self._at_hand: Snapshot | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="kvlingo-shelf", daemon=True)
         self._thread.start()
@@ -73,8 +74,14 @@ class Shelf:
             self._changed.notify_all()
 
     def holds(self, place: Place) -> bool:
-        """Tell whether anything is kept at a place."""
-        return self._disk.holds(self._key(place))
+        """Tell whether anything is kept at a place, or about to be."""
+        return bool(self._unwritten(place)) or self._disk.holds(self._key(place))
+
+    def _unwritten(self, place: Place) -> list[Snapshot]:
+        """Return what of a place waits to be written, or is being written: still in memory."""
+        with self._changed:
+            waiting = [snapshot for snapshot, _ in self._waiting]
+            return [s for s in (*waiting, self._at_hand) if s is not None and s.place == place]
 
     def take(
         self, place: Place, ids: Sequence[int], *, beyond: int, most: int, exact_only: bool = False
@@ -87,13 +94,18 @@ class Shelf:
         """
         key = self._key(place)
 
-        def use(match: Match[Stored]) -> int:
+        def worth(match: Match[Stored] | Match[Snapshot]) -> int:
             tokens = min(match.exact if exact_only else match.tokens, most)
-            stored = match.snapshot
-            if tokens < len(stored.ids) and tokens < stored.label.cut_from:
-                return 0
-            return tokens if tokens - beyond >= max(WORTH_TOKENS, LEAST_SHARE * len(stored.ids)) else 0
+            return tokens if tokens - beyond >= max(WORTH_TOKENS, LEAST_SHARE * len(match.snapshot.ids)) else 0
 
+        def use(match: Match[Stored]) -> int:
+            tokens, stored = worth(match), match.snapshot
+            return 0 if tokens < len(stored.ids) and tokens < stored.label.cut_from else tokens
+
+        for waiting in self._unwritten(place):
+            found = Match(waiting, common(waiting.ids, ids))
+            if worth(found) and (waiting.whole or worth(found) == len(waiting.ids)):
+                return waiting.state
         for match in sorted(self._disk.find(key, ids), key=use, reverse=True):
             if not use(match):
                 return None
@@ -141,13 +153,13 @@ class Shelf:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._writing = False
+                self._writing, self._at_hand = False, None
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._waiting or self._closing)
                 if not self._waiting or time.monotonic() > self._until:
                     return
                 snapshot, when = self._waiting.popleft()
-                self._writing = True
+                self._writing, self._at_hand = True, snapshot
             try:
                 self._write(snapshot, when)
             except Exception as error:

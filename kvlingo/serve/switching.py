@@ -280,22 +280,27 @@ class Switch:
 
     def _switched_from(self, prompt: Prompt, target: Side, held: int) -> str | None:
         """Return who has read the most of a conversation, where that is most of it and more than the target holds."""
-        tokens = len(prompt.reading) - self._opening(prompt)
-        most, who = max(tokens // 2, held + 1), None  # one token is always left to read
+        begins = prompt.reading.opening
+        text = len(prompt.reading) - self._opening(prompt) - begins
+        most, who = max(begins + text // 2, held + 1), None  # one token is always left to read
         for name in self._sides:
-            read = int(tokens * self._share_read(prompt, name)) if name != target.name else 0
+            read = begins + int(text * self._share_read(prompt, name)) if name != target.name else 0
             if read > most:
                 most, who = read, name
         return who
 
     def _share_read(self, prompt: Prompt, model: str) -> float:
-        """Return how much of a prompt another model has read for answers of its own: of its own reading of it."""
+        """Return how much of a prompt's contents another model has read for answers of its own.
+
+        What a template begins with is in every conversation.
+        """
         place = prompt.place(model)
         reading = self._as_read_by(prompt, model) if self._sessions.holds(place) else None
-        if reading is None or not len(reading):
+        if reading is None or len(reading) <= reading.opening:
             return 0.0
         found = self._sessions.find(place, reading.ids)
-        return max((m.tokens for m in found if not m.snapshot.ahead), default=0) / len(reading)
+        most = max((m.tokens for m in found if not m.snapshot.ahead), default=0)
+        return max(most - reading.opening, 0) / (len(reading) - reading.opening)
 
     def _opening(self, prompt: Prompt) -> int:
         """Return how many last tokens of a prompt are in no other model's reading of it."""
@@ -462,7 +467,7 @@ class Switch:
             return text * match.tokens // len(reading) - max(native, text * untrusted // len(reading))
 
         best = max(found, key=spared, default=None)
-        if best is None or spared(best) <= 0:
+        if best is None or spared(best) <= 0 or best.tokens <= reading.opening:  # what every conversation begins with
             return None
         dial, watch, unread = prompt.request.dial, link.confidence, tokens - text * best.tokens // len(reading)
         tail = max(dial.tail, watch.tail if watch else 0, unread)
