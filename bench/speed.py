@@ -20,7 +20,7 @@ from pathlib import Path
 
 KVLINGO = [sys.executable, "-m", "kvlingo.cli"]
 QWEN = ["--shapes", "Qwen3-0.6B,Qwen3-1.7B"]
-LONG = ["--lengths", "64,512,2048,4096,8192,16384", "--dtype", "bfloat16"]
+LONG = ["--lengths", "64,512,2048,4096,8192", "--dtype", "bfloat16"]
 FEW_ARMS = [
     "--arms",
     "reprefill,translate_warm,decode_step",
@@ -37,7 +37,7 @@ NAMES: dict[str, list[str]] = {
     # Whether a hand-over's time grows as its tokens do.
     "qwen3-long": [
         *QWEN,
-        *("--lengths", "4096,8192,16384,32768", "--reprefill-up-to", "1", "--dtype", "bfloat16", "--map-kind", "layer"),
+        *("--lengths", "4096,8192,16384", "--reprefill-up-to", "1", "--dtype", "bfloat16", "--map-kind", "layer"),
         *("--arms", "translate_warm,decode_step"),
     ],
     "experts": [

@@ -28,6 +28,7 @@ from kvlingo.plan import SpanKind
 from kvlingo.serve.external import checking, entries, twins, versions
 from kvlingo.serve.external.carrying import (
     Carry,
+    Made,
     Target,
     fetch,
     head_range,
@@ -113,10 +114,11 @@ class MemoryPages:
         missing = [sum(block == NO_BLOCK for block in row) * BLOCK for row in blocks]
         return [missing[min(layer, len(blocks) - 1)] for layer in range(len(self.layers))]
 
-    def write(self, layers: Iterable[tuple[Tensor, Tensor]], blocks: Sequence[Sequence[int]], stop: int) -> None:
+    def write(self, layers: Iterable[Made], blocks: Sequence[Sequence[int]], stop: int) -> None:
         if self.broken:
             raise RuntimeError("the kernel says no")
-        for layer, (mine, pair) in enumerate(zip(self.layers, layers, strict=True)):
+        for layer, *pair in layers:
+            mine = self.layers[layer]
             own = blocks[min(layer, len(blocks) - 1)]
             for cache, new in zip(mine, pair, strict=True):
                 for place, row in enumerate(new, stop - len(new)):
@@ -128,13 +130,21 @@ class MemoryPages:
         return [tuple(x[list(blocks)].flatten(0, 1)[:tokens].clone() for x in pair) for pair in self.layers]  # type: ignore[misc]
 
 
-def layers_of(kv: KV) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(kv.keys, kv.values, strict=True)
+def layers_of(kv: KV) -> Iterator[Made]:
+    return zip(range(len(kv)), kv.keys, kv.values, strict=True)
 
 
-def in_one(layers: Iterable[tuple[Tensor, Tensor]], tokens: int) -> KV:
-    keys, values = zip(*layers, strict=True)
+def in_one(layers: Iterable[Made], tokens: int) -> KV:
+    _, keys, values = zip(*in_order(layers), strict=True)
     return KV(keys, values, tokens)
+
+
+def in_order(layers: Iterable[Made]) -> list[Made]:
+    return sorted(layers, key=lambda made: made[0])
+
+
+def states_of(layers: Iterable[Made]) -> list[tuple[Tensor, Tensor]]:
+    return [(keys, values) for _, keys, values in in_order(layers)]
 
 
 def fill(pages: MemoryPages, lm: LanguageModel, ids: Sequence[int], blocks: Sequence[int]) -> KV:
@@ -638,7 +648,7 @@ def test_what_no_window_holds_is_not_made(
     made: Path, store: FolderStore, source: LanguageModel, target: LanguageModel, native: int
 ) -> None:
     """Layers for which the engine keeps only the last blocks get those, the others all; both are the target's own."""
-    ids, first = prompt(), [0, 32, 48]
+    ids, first = prompt(), [32, 0, 48]  # not the order in which layers are made
     matcher = matcher_of(made, store)
     match = find(matcher, keep(store, source, ids), ids)
     entry, kv = fetch(store, match.entry.id, "")
@@ -649,7 +659,7 @@ def test_what_no_window_holds_is_not_made(
     assert [got.held(layer) for layer in range(3)] == [TOKENS - 1 - max(native, f) for f in first]
     heads = [slice(0, s.kv_heads) for s in target.geometry.layers]
     rows = zip(
-        *(placed(layers_of(x), TOKENS - 1, target.rotary, heads) for x in (got, own)),
+        *(states_of(placed(layers_of(x), TOKENS - 1, target.rotary, heads)) for x in (got, own)),
         strict=True,
     )
     for layer, (mine, whole) in enumerate(rows):
@@ -672,7 +682,7 @@ def test_a_rehearsal_lays_out_the_maps_and_remembers_no_text(
 def test_lifting_undoes_placing(source: LanguageModel) -> None:
     own = read(source, source.ids(prompt()))
     heads = [slice(0, s.kv_heads) for s in source.geometry.layers]
-    again = lifted(list(placed(layers_of(own), own.tokens, source.rotary, heads)), source.rotary)
+    again = lifted(states_of(placed(layers_of(own), own.tokens, source.rotary, heads)), source.rotary)
     torch.testing.assert_close(again.keys, own.keys, atol=1e-5, rtol=0)
 
 
@@ -720,7 +730,7 @@ def test_from_an_extract_comes_what_comes_from_the_checkpoint(
     own = open_own(str(made / "target"), torch.float32, str(extract))
     got = translated(carry, entry.translated_until, kv, Target(own.lm, [match.link], own.extract), first)
     expected = translated(carry, entry.translated_until, kv, Target(target, [match.link]), first)
-    torch.testing.assert_close(list(got), list(expected), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states_of(got), states_of(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_a_beginning_that_the_extract_lacks_is_refused(
@@ -790,7 +800,7 @@ def test_a_load_writes_nothing_where_no_block_is(loading: tuple[Worker, MemoryPa
     worker.start(Orders(loads=[replace(load, blocks=rows)]))
     assert wait_for(worker, "received").failed == {}
     heads = [slice(0, s.kv_heads) for s in _target(worker).lm.geometry.layers]
-    whole = list(placed(layers_of(own.narrow(0, TOKENS - 1)), TOKENS - 1, _rotary(worker), heads))
+    whole = states_of(placed(layers_of(own.narrow(0, TOKENS - 1)), TOKENS - 1, _rotary(worker), heads))
     for layer, row in enumerate(rows):
         first = row.count(NO_BLOCK) * BLOCK
         held = pages.layers[layer][0][[b for b in row if b != NO_BLOCK]].flatten(0, 1)[: TOKENS - 1 - first]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from kvlingo.errors import BadInput, UnsupportedModel
-from kvlingo.serve.external.carrying import Target, head_range, map_anew, open_own, rehearse, side_of
+from kvlingo.serve.external.carrying import Made, Target, head_range, map_anew, open_own, rehearse, side_of
 from kvlingo.serve.external.matching import Matcher, read_link
 from kvlingo.serve.external.opening import open_store
 from kvlingo.serve.external.options import Options, read_options
@@ -214,12 +214,13 @@ class VllmPages:
         return [missing[kind] * self._block_size for kind in self._kinds]
 
     @torch.inference_mode()
-    def write(self, layers: Iterable[tuple[Tensor, Tensor]], blocks: Sequence[Sequence[int]], stop: int) -> None:
+    def write(self, layers: Iterable[Made], blocks: Sequence[Sequence[int]], stop: int) -> None:
         """See `working.Pages`."""
         device = self._layers[0].kv_cache.device
         with beside(device):
             slots: dict[tuple[int, int], Tensor] = {}
-            for layer, kind, (keys, values) in zip(self._layers, self._kinds, layers, strict=True):
+            for index, keys, values in layers:
+                layer, kind = self._layers[index], self._kinds[index]
                 if (kind, len(keys)) not in slots:
                     slots[kind, len(keys)] = self._slots(blocks[kind], stop - len(keys), stop).to(device)
                 keys, values = (x.to(device, written_as(layer)) for x in (keys, values))
@@ -253,7 +254,7 @@ class VllmPages:
             own = [index for index, k in enumerate(self._kinds) if k == kind]
             part = VllmPages([self._layers[index] for index in own], self._block_size)
             pattern = [part._pattern(index) for index in range(len(own))]
-            part.write(pattern, [[last_block]], self._block_size)
+            part.write(_numbered(pattern), [[last_block]], self._block_size)
             for index, wrote, got in zip(own, pattern, part.read([last_block], self._block_size), strict=True):
                 step = FP8_STEP if is_fp8(self._layers[index]) else 0.0
                 if not all(torch.allclose(a, b, rtol=step, atol=0) for a, b in zip(got, wrote, strict=True)):
@@ -262,7 +263,7 @@ class VllmPages:
                         "version keeps blocks in a way that is not known here; see kvlingo vllm-check"
                     )
             zeros = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in pattern]
-            part.write(zeros, [[last_block]], self._block_size)
+            part.write(_numbered(zeros), [[last_block]], self._block_size)
 
     def _pattern(self, index: int) -> tuple[Tensor, Tensor]:
         layer = self._layers[index]
@@ -279,6 +280,10 @@ class VllmPages:
         signs = 2.0 * torch.randint(0, 2, shape, generator=generator) - 1
         keys, values = signs * 2.0 ** torch.randint(-2, 4, shape, generator=generator)
         return (keys * layer._k_scale_float).to(layer.dtype), (values * layer._v_scale_float).to(layer.dtype)
+
+
+def _numbered(layers: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Made]:
+    return ((layer, keys, values) for layer, (keys, values) in enumerate(layers))
 
 
 def _by_tokens(blocks: Tensor, tokens: int) -> Tensor:

@@ -66,7 +66,7 @@ def test_what_is_written_is_read(connector: Any, isa: str, dtype: torch.dtype, d
     pages = connector.VllmPages([layer], cut * SLOTS)
     tokens, start = 2 * cut * SLOTS - 5, 3
     keys, values = (torch.randn(tokens, HEADS, dim).to(dtype) for _ in "kv")
-    pages.write([(keys, values)], [[2, 0]], start + tokens)
+    pages.write([(0, keys, values)], [[2, 0]], start + tokens)
     ((got_keys, got_values),) = pages.read([2, 0], start + tokens)
     assert torch.equal(got_keys[start:], keys)
     assert torch.equal(got_values[start:], values)
@@ -107,7 +107,7 @@ def test_fp8_is_made_by_the_backend_and_its_scales(
     layer = layer_of(isa, dtype, dim, kept, scales)
     pages = connector.VllmPages([layer], SLOTS)
     keys, values = (torch.randn(100, HEADS, dim).to(dtype) for _ in "kv")
-    pages.write([(keys, values)], [[2, 0]], 100)
+    pages.write([(0, keys, values)], [[2, 0]], 100)
     for got, wrote, scale in zip(pages.read([2, 0], 100)[0], (keys, values), scales, strict=True):
         large = wrote.abs() > scale / 16  # smaller ones have no mantissa of their own
         torch.testing.assert_close(got[large], wrote[large], rtol=0.26, atol=0)
@@ -311,7 +311,7 @@ def test_each_kind_is_written_into_its_own_blocks_and_nothing_into_none(connecto
     assert pages.first_held(rows) == [0, 2 * SLOTS]
     stop = 2 * SLOTS + 7
     pairs = [tuple(torch.randn(count, HEADS, 32) for _ in "kv") for count in (stop, 7)]
-    pages.write(pairs, rows, stop)
+    pages.write([(layer, *pair) for layer, pair in enumerate(pairs)], rows, stop)
     (whole, _) = pages.read([3, 1, 5], stop)
     assert torch.equal(whole[0], pairs[0][0])
     (_, (keys, values)) = pages.read([4], 7)

@@ -33,6 +33,8 @@ from kvlingo.store import load_translator
 from kvlingo.translator import Translator
 from kvlingo.trust import embeddings_of, place_of
 
+Made = tuple[int, Tensor, Tensor]
+"""A layer, and keys and values of some last tokens."""
 REMEMBERED_HEADS = 64
 REHEARSED_TOKENS = 256
 
@@ -174,10 +176,8 @@ def fetch(store: Store, key: str, tenant: str) -> tuple[Entry, KV]:
 
 
 @torch.no_grad()
-def translated(
-    carry: Carry, untrusted: int, source: KV, target: Target, first_held: Sequence[int]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each layer's position-free keys and values of the target as they are made, [1, heads, held, dim].
+def translated(carry: Carry, untrusted: int, source: KV, target: Target, first_held: Sequence[int]) -> Iterator[Made]:
+    """Yield layers with their position-free keys and values in the target, [1, heads, held, dim], in the order they are made in.
 
     They are of the tokens from `carry.native` to the end of the translated ones; what `assembling.assemble` gives, but one layer
     at a time is in memory.
@@ -202,16 +202,15 @@ def translated(
     )
     for layer, _, keys, values in made:
         held = stop - max(first_held[layer], carry.native)
-        parts = (
-            (keys, values)
-            if before is None
-            else (
-                torch.cat((before.keys[layer], keys.to(lm.dtype)), dim=2),
-                torch.cat((before.values[layer], values.to(lm.dtype)), dim=2),
-            )
-        )
-        mine, theirs = (part[:, :, part.shape[2] - held :].to(lm.dtype) for part in parts)
-        yield mine, theirs
+        own = (None, None) if before is None else (before.keys[layer], before.values[layer])
+        keys, values = (_last(b, x.to(lm.dtype), held) for b, x in zip(own, (keys, values), strict=True))
+        yield layer, keys, values
+
+
+def _last(before: Tensor | None, made: Tensor, tokens: int) -> Tensor:
+    """Return the last tokens of what was there before and what was made, [1, heads, tokens, dim] each."""
+    whole = made if before is None else torch.cat((before, made), dim=2)
+    return whole[:, :, whole.shape[2] - tokens :]
 
 
 def rehearse(target: Target, tokens: int = REHEARSED_TOKENS) -> None:
@@ -228,16 +227,14 @@ def rehearse(target: Target, tokens: int = REHEARSED_TOKENS) -> None:
             pass
 
 
-def placed(
-    layers: Iterable[tuple[Tensor, Tensor]], stop: int, rotary: Rotary, heads: Sequence[slice]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each layer's keys and values of some of its heads, [held, heads, dim], rotated for the positions before `stop`."""
+def placed(layers: Iterable[Made], stop: int, rotary: Rotary, heads: Sequence[slice]) -> Iterator[Made]:
+    """Yield layers with keys and values of some of their heads, [held, heads, dim], rotated for the positions before `stop`."""
     rotary, positions = rotary.for_one_pass(), dict[int, Tensor]()
-    for layer, (mine, (free_keys, free_values)) in enumerate(zip(heads, layers, strict=True)):
-        held = free_keys.shape[2]
+    for layer, free_keys, free_values in layers:
+        mine, held = heads[layer], free_keys.shape[2]
         at = positions.setdefault(held, torch.arange(stop - held, stop))
         keys, values = rotary.apply(free_keys[:, mine], free_values[:, mine], layer, at)
-        yield keys[0].transpose(0, 1).contiguous(), values[0].transpose(0, 1).contiguous()
+        yield layer, keys[0].transpose(0, 1).contiguous(), values[0].transpose(0, 1).contiguous()
 
 
 def lifted(layers: Sequence[tuple[Tensor, Tensor]], rotary: Rotary) -> KV:

@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kvlingo.kv import KV
-from kvlingo.serve.external.carrying import Carry, Side, Target, fetch, head_range, lifted, placed, translated
+from kvlingo.serve.external.carrying import Carry, Made, Side, Target, fetch, head_range, lifted, placed, translated
 from kvlingo.serve.external.entries import Entry, describe, pack, parse
 from kvlingo.serve.external.options import Options
 from kvlingo.serve.external.refusals import Refused
@@ -38,8 +38,8 @@ class Pages(Protocol):
         """Return per layer how many first tokens have no slot in these blocks (`Load.blocks`)."""
         ...
 
-    def write(self, layers: Iterable[tuple[Tensor, Tensor]], blocks: Sequence[Sequence[int]], stop: int) -> None:
-        """Put each layer's keys and values [tokens, heads, dim] into the slots of the last tokens before `stop`."""
+    def write(self, layers: Iterable[Made], blocks: Sequence[Sequence[int]], stop: int) -> None:
+        """Put layers' keys and values [tokens, heads, dim], in any order, into the slots of the last tokens before `stop`."""
         ...
 
     def read(self, blocks: Sequence[int], tokens: int) -> Layers:
@@ -224,7 +224,7 @@ class Worker:
         return bool(self._loads or self._copies)
 
 
-def while_wanted(layers: Iterable[tuple[Tensor, Tensor]], job: Job[None]) -> Iterator[tuple[Tensor, Tensor]]:
+def while_wanted(layers: Iterable[Made], job: Job[None]) -> Iterator[Made]:
     """Yield layers as long as somebody waits for them. Raises `Refused`: what is written by then is computed anew."""
     for layer in layers:
         if not job.wanted:
