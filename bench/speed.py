@@ -37,7 +37,7 @@ NAMES: dict[str, list[str]] = {
     # Whether a hand-over's time grows as its tokens do.
     "qwen3-long": [
         *QWEN,
-        *("--lengths", "4096,8192,16384", "--reprefill-up-to", "1", "--dtype", "bfloat16", "--map-kind", "layer"),
+        *("--lengths", "4096,8192,12288", "--reprefill-up-to", "1", "--dtype", "bfloat16", "--map-kind", "layer"),
         *("--arms", "translate_warm,decode_step"),
     ],
     "experts": [

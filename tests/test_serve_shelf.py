@@ -462,9 +462,13 @@ def test_what_waits_to_be_written_is_found(tmp_path: Path, monkeypatch: pytest.M
         assert go_on.wait(60)
         real(path, data)
 
-    with served(tmp_path, cache_bytes=1) as engine:
+    with served(tmp_path) as engine:
+        said(engine, FIRST)
+        one = int(engine.stats()["cache_bytes"])
+    with served(tmp_path / "another", cache_bytes=3 * one // 2) as engine:
         monkeypatch.setattr(files, "write_synced", hang)
         first = said(engine, FIRST)
+        said(engine, [user(tiny.text(12, seed=9))])  # which takes its room
         assert engine._shelf is not None
         assert engine._shelf.stats()["spill_files"] == 0
         answer = said(engine, later(first))
