@@ -21,6 +21,7 @@ from kvlingo.serve.external.servers import Answer, Server
 from kvlingo.serve.external.twins import VOCABULARY
 from tests.vllm.conftest import PIECE, Fleet, wait_until
 
+LONG = 100  # tokens of an answer that is still going on when all others have begun
 SAME = 1e-4
 SEEN_BFLOAT16 = 0.3  # a wrong translation is further off than that
 MARGIN = 2  # times the noise floor of bfloat16
@@ -279,12 +280,12 @@ def test_other_ids_of_the_same_text_and_requests_that_push_each_other_out(fleet:
 
 
 def test_requests_that_push_each_other_out_and_load_within_a_step(fleet: Fleet) -> None:
-    """The same with synchronous loading, of twice as many requests as there is room for."""
+    """The same with synchronous loading, of twice as many requests as there is room for; long answers, so that they meet."""
     source, sync = fleet.get("source"), fleet.get("sync")
     prompts = [prompt(500, seed=seed) for seed in range(14, 22)]
-    own = [source.complete(ids, save=True, count=40) for ids in prompts]
+    own = [source.complete(ids, save=True, count=LONG) for ids in prompts]
     before = sync.metric("vllm:num_preemptions_total")
-    together = all_at_once(sync, prompts, [each.told["id"] for each in own])
+    together = all_at_once(sync, prompts, [each.told["id"] for each in own], LONG)
     assert sync.metric("vllm:num_preemptions_total") > before
     for many, alone in zip(together, own, strict=True):
         assert many.told["status"] == "applied"
@@ -292,11 +293,11 @@ def test_requests_that_push_each_other_out_and_load_within_a_step(fleet: Fleet) 
         assert many.far_from(alone) <= SAME
 
 
-def all_at_once(target: Server, prompts: Sequence[Sequence[int]], keys: Sequence[str]) -> list[Answer]:
+def all_at_once(target: Server, prompts: Sequence[Sequence[int]], keys: Sequence[str], count: int = 40) -> list[Answer]:
     answers: dict[int, Answer] = {}
 
     def ask(index: int) -> None:
-        answers[index] = target.complete(prompts[index], load=keys[index], count=40)
+        answers[index] = target.complete(prompts[index], load=keys[index], count=count)
 
     threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
     for thread in threads:
