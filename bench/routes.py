@@ -241,13 +241,15 @@ async def put(engine: Engine, model: str, prompt: str, tenant: str) -> Told:
     return Told("".join(piece.text for piece in pieces), ms, done.ttft_ms, mean, begun.prompt_tokens, done)
 
 
-async def put_all(engine: Engine, questions: Sequence[Asked], costs: Mapping[str, TargetCost]) -> list[dict[str, Any]]:
+async def put_all(
+    engine: Engine, questions: Sequence[Asked], costs: Mapping[str, TargetCost], *, with_token: bool
+) -> list[dict[str, Any]]:
     """Put each question to every arm, in an order that rotates; return the rows. What is fitted on needs no router's answer."""
     for name in (*PAIR_NAMES, AUTO):
         await put(engine, name, questions[0].prompt, "warm")
     rows = []
     for number, (asked, to_fit) in enumerate(zip(questions, first_half(questions), strict=True)):
-        arms = PAIR_NAMES if to_fit else (*PAIR_NAMES, AUTO)
+        arms = (*PAIR_NAMES, AUTO) if with_token and not to_fit else PAIR_NAMES
         first = number % len(arms)
         told = {
             name: await put(engine, name, asked.prompt, f"{number}-{name}") for name in (*arms[first:], *arms[:first])
@@ -358,6 +360,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shots", type=int, default=2, help="solved examples before each question")
     parser.add_argument("--tasks", type=Path, help="BIG-bench's benchmark_tasks, instead of written questions")
     parser.add_argument("--kinds", help=f"of written questions, separated by commas: {', '.join(KINDS)}")
+    parser.add_argument(
+        "--no-token", action="store_true", help="leave the router `token` out, which answers twice as long"
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
@@ -375,10 +380,13 @@ def main(told: list[str] | None = None) -> None:
     began = time.perf_counter()
     engine = LocalEngine(models, [], Limits(cache_bytes=64 << 20))
     costs = {name: read_cost(lm) for name, lm in models.items()}
-    rows = asyncio.run(drained(engine, RoutedEngine(engine, Token(PAIR)), questions, costs))
+    with_token = not arguments.no_token
+    rows = asyncio.run(drained(engine, RoutedEngine(engine, Token(PAIR)), questions, costs, with_token=with_token))
     record = {
         "models": {name: lm.name for name, lm in models.items()},
-        "options": {name: getattr(arguments, name) for name in ("questions", "kinds", "shots", "dtype", "seed")},
+        "options": {
+            name: getattr(arguments, name) for name in ("questions", "kinds", "no_token", "shots", "dtype", "seed")
+        },
         "questions_from": "BIG-bench" if arguments.tasks else "bench.routes",
         "by_kind": by_kind(questions, rows),
         "outcomes": outcomes(rows),
@@ -392,10 +400,10 @@ def main(told: list[str] | None = None) -> None:
     finish(arguments, json.loads(json.dumps(record, allow_nan=False)))
 
 
-async def drained(engine: LocalEngine, routed: Engine, *work: Any) -> list[dict[str, Any]]:
+async def drained(engine: LocalEngine, routed: Engine, *work: Any, with_token: bool) -> list[dict[str, Any]]:
     """Put all questions, then end the engine's workers."""
     try:
-        return await put_all(routed, *work)
+        return await put_all(routed, *work, with_token=with_token)
     finally:
         await engine.drain(0.0)
 
