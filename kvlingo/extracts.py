@@ -209,7 +209,10 @@ def needed_weights(lm: LanguageModel) -> dict[str, Tensor]:
         f"{name}.{leaf}" if name else leaf: tensor
         for name, module in lm.model.named_modules()
         if module in run
-        for leaf, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for leaf, tensor in (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),  # one tensor may be there under two names
+        )
     }
 
 
@@ -366,17 +369,15 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
     *path, leaf = name.split(".")
     try:
         module = model.get_submodule(".".join(path))
-        old = module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
-        if old is None or old.shape != tensor.shape:
+        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        here = next((place for place in places if leaf in place), None)
+        if here is None or not isinstance(here[leaf], Tensor) or here[leaf].shape != tensor.shape:
             raise KeyError(leaf)
     except (AttributeError, KeyError) as error:
         raise UnsupportedModel(
             f"this release of transformers knows no {name} of such a shape in this model; make the extract anew with it"
         ) from error
-    if leaf in module._parameters:
-        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
-    else:
-        module._buffers[leaf] = tensor
+    here[leaf] = nn.Parameter(tensor, requires_grad=False) if here is places[0] else tensor
 
 
 def _compare(folder: Path, lm: LanguageModel, expected: Mapping[str, Tensor]) -> None:

@@ -19,7 +19,7 @@ from kvlingo.texts import default_documents
 pytestmark = pytest.mark.real_model
 NAMES = ("smollm2-135m-instruct", "gemma-3-270m")
 MODELS, TRANSLATOR = "KVLINGO_REAL_MODELS", "KVLINGO_REAL_TRANSLATOR"
-SMALL_FIT = FitOptions(tokens=2000, context_tokens=(256,), held_out_examples=1, dampings=(1e-1,), key_norm=False)
+SMALL_FIT = FitOptions(tokens=5200, context_tokens=(256,), held_out_examples=1, dampings=(1e-1,), key_norm=False)
 """Nobody would serve what comes of it; two paths through it are compared."""
 
 
