@@ -290,11 +290,12 @@ def with_bodies(openapi: dict[str, Any]) -> dict[str, Any]:
 async def no_such_route(request: Request, error: Exception) -> Response:
     """Answer for a path or a method that is not there."""
     assert isinstance(error, HTTPException)
-    path, allowed = request.url.path[:80], (error.headers or {}).get("Allow")
+    path = request.url.path[:80]
+    allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))  # Starlette's comes from a set
     if error.status_code == 405:
         message = f"{path} takes no {request.method}, only {allowed}"
         response = fault_response(Fault(405, "invalid_request_error", message, None, "method_not_allowed"))
-        response.headers["Allow"] = allowed or ""
+        response.headers["Allow"] = allowed
         return response
     message = f"no {path} here; there are: {', '.join(ROUTES)}"
     return fault_response(Fault(error.status_code, "invalid_request_error", message, None, "unknown_route"))
