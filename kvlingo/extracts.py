@@ -57,12 +57,10 @@ class Extract:
     Fields:
         lm: embeds tokens, makes its first layer's keys and values and rotates; it can't read, and has no tokenizer.
         beginnings: its position-free KV of first tokens, every layer in full.
-        checkpoint: digests of the files of weights that it was made from.
     """
 
     lm: LanguageModel
     beginnings: Mapping[Beginning, KV]
-    checkpoint: frozenset[str]
 
     def beginning(self, ids: Sequence[int]) -> KV | None:
         """Return the KV of a prompt's first tokens, where one of the beginnings has them."""
@@ -314,7 +312,7 @@ def open_extract(folder: str | Path, dtype: torch.dtype, *, checkpoint: Path | N
     beginnings = {
         tuple(ids): _beginning(kept, index, len(ids), len(lm.geometry)) for index, ids in enumerate(facts["beginnings"])
     }
-    return Extract(lm, beginnings, frozenset(facts["checkpoint"]))
+    return Extract(lm, beginnings)
 
 
 def _read_tensors(file: Path, sha256: str) -> dict[str, Tensor]:

@@ -291,8 +291,8 @@ async def no_such_route(request: Request, error: Exception) -> Response:
     """Answer for a path or a method that is not there."""
     assert isinstance(error, HTTPException)
     path = request.url.path[:80]
-    allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))  # Starlette's comes from a set
     if error.status_code == 405:
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))  # Starlette's comes from a set
         message = f"{path} takes no {request.method}, only {allowed}"
         response = fault_response(Fault(405, "invalid_request_error", message, None, "method_not_allowed"))
         response.headers["Allow"] = allowed

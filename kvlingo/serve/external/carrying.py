@@ -53,11 +53,6 @@ def side_of(lm: LanguageModel) -> Side:
     return Side(ModelCard.of(lm), lm.geometry, lm.rotary)
 
 
-def read_checkpoint(name: str, dtype: torch.dtype) -> LanguageModel:
-    """Load the engine's model once more, on the CPU: who it is, how it rotates, and what it makes of first tokens."""
-    return load_model(name, device="cpu", dtype=dtype)
-
-
 @dataclass(frozen=True)
 class Own:
     """An engine's own model outside of the engine.
@@ -74,7 +69,7 @@ class Own:
 def open_own(name: str, dtype: torch.dtype, extract: str | None) -> Own:
     """Open an engine's model once more: from its extract where there is one. Raises as `open_extract` and `load_model`."""
     if extract is None:
-        return Own(read_checkpoint(name, dtype))
+        return Own(load_model(name, device="cpu", dtype=dtype))
     opened = open_extract(extract, dtype, checkpoint=checkpoint_folder(name))
     return Own(opened.lm, opened)
 
