@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -252,14 +254,18 @@ def test_who_waits_for_a_reader_takes_no_turn_from_it() -> None:
 
 
 def test_a_schema_that_waits_at_the_end_of_a_drain_is_refused_as_a_request_is() -> None:
-    def slow(schema: str, lm: Any) -> Any:
-        time.sleep(0.7)
+    """One is being prepared when the time has passed, another waits behind it: which is which is told, not timed."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def held(schema: str, lm: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
         raise AssertionError("nobody waits for it any more")
 
-    with mock.patch.object(engines, "form_of", slow):
+    with mock.patch.object(engines, "form_of", held):
         engine = LocalEngine({"a": LM})
-        sampling = Sampling(3, json_schema="{}")
-        requests = [replace(request_for(LM, "a", f"one {i}"), sampling=sampling) for i in range(2)]
+        waiting = engine._forming._work_queue.qsize
+        requests = [replace(request_for(LM, "a", f"one {i}"), sampling=Sampling(3, json_schema="{}")) for i in range(2)]
 
         async def one(request: Any) -> Any:
             async with Answering(engine, [[request]]) as answering:
@@ -267,14 +273,23 @@ def test_a_schema_that_waits_at_the_end_of_a_drain_is_refused_as_a_request_is() 
                     pass
                 return item
 
-        async def go() -> list[Any]:
-            tasks = [asyncio.create_task(one(request)) for request in requests]
-            await asyncio.sleep(0.3)
-            await engine.drain(0.0)
-            return await asyncio.gather(*tasks, return_exceptions=True)
+        async def until(condition: Callable[[], Any]) -> None:
+            while not condition():
+                await asyncio.sleep(0.01)
 
-        ends = within(go())
-        assert isinstance(ends[1], Unavailable), ends
+        async def go() -> list[Any]:
+            prepared = asyncio.create_task(one(requests[0]))
+            await until(begun.is_set)
+            waits = asyncio.create_task(one(requests[1]))
+            await until(lambda: waiting() == 1)
+            await engine.drain(0.0)
+            (told,) = await asyncio.gather(waits, return_exceptions=True)
+            go_on.set()
+            return [told, *await asyncio.gather(prepared, return_exceptions=True)]
+
+        told, late = within(go())
+        assert isinstance(told, Unavailable)
+        assert str(late) == "nobody waits for it any more"
 
 
 @pytest.mark.parametrize("mode", ["auto", "translate"])
