@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
@@ -31,6 +33,7 @@ from kvlingo import __version__
 from kvlingo.chat import Message
 from kvlingo.errors import BadArtifact, BadInput, IncompatiblePair, KVLingoError, UnsupportedModel
 from kvlingo.files import replace_folder
+from kvlingo.fingerprints import CONFIG_NOISE
 from kvlingo.geometry import Geometry, LayerRope
 from kvlingo.kv import KV
 from kvlingo.language_model import Identity, LanguageModel, native_layers, read
@@ -44,7 +47,8 @@ FORMAT_VERSION = 1
 FACTS_FILE, WEIGHTS_FILE = "extract.json", "extract.safetensors"
 WEIGHT, BEGINNING, CHECK = "weight.", "beginning.", "check."
 CHECKED_POSITIONS = (0, 1, 77, 1001)
-SAMPLES, SAMPLE_BYTES = 64, 4096
+SAMPLES = 64
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """How far, as a part of their norm, a few values may be off: another processor rounds otherwise."""
 Beginning = tuple[int, ...]
@@ -118,15 +122,18 @@ def refuse_to_replace(folder: Path, overwrite: bool) -> None:
         raise BadInput(f"{folder} already holds an extract; choose another folder, or replace it with --overwrite")
 
 
-def checkpoint_folder(name: str) -> Path:
-    """Return where a model's files are; a .gguf file is converted, as `load_model` does. Raises `BadInput`."""
+def checkpoint_folder(name: str, revision: str | None = None) -> Path:
+    """Return where a model's files are; a .gguf file is converted, as `load_model` does. Raises `BadInput`.
+
+    `revision` is of a name on the hub.
+    """
     path = Path(name).expanduser()
     if name.endswith(".gguf"):
         return convert_gguf(path)
     if path.is_dir():
         return path
     with clear_load_errors(name, weights=False):
-        return Path(str(cached_file(name, "config.json"))).parent
+        return Path(str(cached_file(name, "config.json", revision=revision))).parent
 
 
 def own_dtype(folder: Path) -> str:
@@ -302,7 +309,7 @@ def open_extract(folder: str | Path, dtype: torch.dtype, *, checkpoint: Path | N
         )
     if checkpoint is not None and checkpoint_digests(checkpoint) != frozenset(facts["checkpoint"]):
         raise IncompatiblePair(
-            f"the extract {folder} was made from other files of weights than those of {checkpoint}; make one of them with "
+            f"the extract {folder} was made from other weights, tokens or configuration than {checkpoint}; make one of that with "
             "kvlingo extract"
         )
     tensors = _read_tensors(folder / WEIGHTS_FILE, facts["weights_sha256"])
@@ -403,21 +410,35 @@ def _close(got: Tensor, expected: Tensor) -> bool:
 
 
 def checkpoint_digests(folder: Path) -> frozenset[str]:
-    """Return what tells the files of a model's weights from others: their sizes, and samples all over them.
+    """Return what tells a model's weights, configuration and tokens from others: `fingerprint` of what lies in files.
 
-    A checkpoint of hundreds of gigabytes is told in a moment; names of files do not count.
+    A checkpoint of hundreds of gigabytes is told in a moment; names of files of weights do not count.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise BadInput(f"{folder} holds no weights (*.safetensors); an extract belongs to such files")
-    return frozenset(map(_sampled, files))
+    with clear_load_errors(str(folder)):
+        config = json.loads((folder / "config.json").read_bytes())
+        described = {k: v for k, v in config.items() if k not in CONFIG_NOISE}
+        weights = set(map(_sampled, files))
+    told = [f"config {json.dumps(described, sort_keys=True)}".encode()]
+    told += [name.encode() + (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return frozenset(weights | {hashlib.sha256(each).hexdigest() for each in told})
 
 
 def _sampled(file: Path) -> str:
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with file.open("rb") as stream:
-        for step in range(SAMPLES):
-            stream.seek(max(0, size - SAMPLE_BYTES) * step // (SAMPLES - 1))
-            digest.update(stream.read(SAMPLE_BYTES))
+    """Hash the names and shapes of a file's tensors, and evenly spaced values of each."""
+    data = np.memmap(file, np.uint8, mode="r")
+    head = 8 + int(data[:8].view("<u8")[0])
+    tensors = json.loads(bytes(data[8:head]))
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        if name == "__metadata__":
+            continue
+        start, stop = tensor["data_offsets"]
+        count = math.prod(tensor["shape"])
+        width = (stop - start) // max(count, 1)
+        places = np.arange(min(SAMPLES, count)) * count // max(min(SAMPLES, count), 1)
+        taken = head + start + places[:, None] * width + np.arange(width)
+        digest.update(f"{name}{tensor['dtype']}{tensor['shape']}".encode() + data[taken].tobytes())
     return digest.hexdigest()

@@ -19,7 +19,7 @@ def fingerprint(model: Any) -> str:
     agree, fine-tunes, merged adapters and quantised copies do not.
     """
     digest = hashlib.sha256()
-    config = {k: v for k, v in model.config.to_dict().items() if k not in _CONFIG_NOISE}
+    config = {k: v for k, v in model.config.to_dict().items() if k not in CONFIG_NOISE}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, parameter in sorted(model.state_dict().items()):
         flat = parameter.detach().reshape(-1)
@@ -31,7 +31,7 @@ def fingerprint(model: Any) -> str:
 
 
 # Where and how a model was made or saved, not what it computes. `architectures` is written by saving.
-_CONFIG_NOISE = {
+CONFIG_NOISE = {
     "_name_or_path",
     "architectures",
     "dtype",

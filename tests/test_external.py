@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvlingo.assembling import assemble
@@ -25,7 +27,7 @@ from kvlingo.language_model import LanguageModel, read
 from kvlingo.manifest import plain
 from kvlingo.models import load_model
 from kvlingo.plan import SpanKind
-from kvlingo.serve.external import checking, entries, twins, versions
+from kvlingo.serve.external import checking, entries, scheduling, twins, versions
 from kvlingo.serve.external.carrying import (
     Carry,
     Made,
@@ -168,7 +170,7 @@ def wait_for(worker: Worker, want: str, seconds: float = 20) -> Told:
 
 def keep(store: Store, source: LanguageModel, ids: Sequence[int], **changes: Any) -> str:
     """Keep a cache as a producing engine does, and return its id."""
-    pages, key = MemoryPages(source), new_id()
+    pages, key = MemoryPages(source), changes.pop("key", None) or new_id()
     blocks = tuple(range(3, 3 + len(ids) // BLOCK + 1))
     fill(pages, source, ids, blocks)
     options = Options(store="x", expires_seconds=changes.pop("expires_seconds", 60.0))
@@ -424,6 +426,11 @@ def test_wrong_options_are_refused(given: dict[str, Any], said: str) -> None:
         {"kvlingo": {"load": {"id": "a" * 32}}},
         {"kvlingo": {"source_contents": [[1]]}},
         {"kvlingo": {"source_contents": 5}},
+        {"kvlingo": {"source_contents": [[0, float("inf")]]}},
+        {"kvlingo": {"source_contents": [[0, 1.5]]}},
+        {"kvlingo": {"source_contents": [[5, 2]]}},
+        {"kvlingo": {"target_contents": [[-1, 2]]}},
+        {"kvlingo": {"target_contents": [[False, True]]}},
     ],
 )
 def test_what_a_client_asks_for_makes_sense_or_is_refused(params: Any) -> None:
@@ -618,7 +625,8 @@ def test_a_name_of_two_translators_is_refused(made: Path, store: Store, source: 
 def carry_of(matcher: Matcher, match: Match, ids: Sequence[int], native: int = 0) -> Carry:
     plan = plan_match(match, native, matcher.options)
     stop = plan.translated[1]
-    return Carry(match.entry.id, "", match.link.digest, tuple(ids[:stop]), match.alignment[:stop], plan, native)
+    known = match.entry.id, "", match.entry.sha256, match.link.digest
+    return Carry(*known, tuple(ids[:stop]), match.alignment[:stop], plan, native)
 
 
 @pytest.mark.parametrize("native", [0, 16, 48])
@@ -758,8 +766,30 @@ def test_an_engine_that_keeps_needs_no_checkpoint(made: Path, extract: Path, tar
 
 
 def test_an_extract_of_another_model_is_refused(made: Path, extract: Path) -> None:
-    with pytest.raises(IncompatiblePair, match="other files of weights"):
+    with pytest.raises(IncompatiblePair, match="other weights, tokens or configuration"):
         open_own(str(made / "source"), torch.float32, str(extract))
+
+
+@pytest.mark.parametrize("changed", ["configuration", "one norm", "tokens", "nothing"])
+def test_an_extract_of_a_changed_checkpoint_is_refused(made: Path, extract: Path, tmp_path: Path, changed: str) -> None:
+    folder = shutil.copytree(made / "target", tmp_path / "target")
+    if changed == "configuration":
+        config = json.loads((folder / "config.json").read_text())
+        config["rope_parameters"]["rope_theta"] = 2 * config["rope_parameters"]["rope_theta"]
+        (folder / "config.json").write_text(json.dumps(config))
+    elif changed == "one norm":
+        weights = load_file(folder / "model.safetensors")
+        weights["model.layers.1.input_layernorm.weight"][3] += 0.5
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    elif changed == "tokens":
+        file = folder / "tokenizer.json"
+        file.write_text(file.read_text().replace('"a"', '"\\u00e5"', 1))
+    else:
+        (folder / "model.safetensors").rename(folder / "renamed.safetensors")
+        assert open_own(str(folder), torch.float32, str(extract)).folder == folder
+        return
+    with pytest.raises(IncompatiblePair, match="other weights, tokens or configuration"):
+        open_own(str(folder), torch.float32, str(extract))
 
 
 # --- a worker --------------------------------------------------------------------------------------------------------
@@ -816,9 +846,9 @@ def _target(worker: Worker) -> Target:
     return worker._target
 
 
-@pytest.mark.parametrize("fault", ["deleted", "corrupt", "kernel", "late", "expired"])
+@pytest.mark.parametrize("fault", ["deleted", "corrupt", "kernel", "late", "expired", "replaced"])
 def test_a_load_that_fails_is_told_once(
-    loading: tuple[Worker, MemoryPages, Load, KV], store: Store, fault: str
+    loading: tuple[Worker, MemoryPages, Load, KV], store: Store, source: LanguageModel, fault: str
 ) -> None:
     worker, pages, load, _ = loading
     key = load.carry.key
@@ -835,10 +865,14 @@ def test_a_load_that_fails_is_told_once(
         entry, data = entries.parse(store.manifests(key)[0], key), store.data(key, 0)
         store.delete(key)
         store.put(key, 0, entries.describe(replace(entry, expires=time.time() - 1)), data, time.time() + 60)
+    elif fault == "replaced":  # by one of another text of the same length, under the id that a client has chosen
+        store.delete(key)
+        assert keep(store, source, prompt(seed=1), key=key) == key
     worker.start(Orders(loads=[load]))
     told = wait_for(worker, "received")
-    expected = {"deleted": "gone", "kernel": "error", "late": "store_slow"}.get(fault, fault)
+    expected = {"deleted": "gone", "replaced": "gone", "kernel": "error", "late": "store_slow"}.get(fault, fault)
     assert told.failed["r"][0] == expected
+    assert "/" not in told.failed["r"][1], "it names a file"
     time.sleep(0.6 if fault == "late" else 0.05)
     assert worker.told().received == set()
     assert fault == "kernel" or not pages.layers[0][0].isfinite().any(), "a load that was given up has written"
@@ -949,6 +983,29 @@ def test_a_request_is_matched_loaded_and_told(desk: Desk, store: Store, source: 
     assert told is not None
     assert told["kvlingo"]["status"] == "applied"
     assert told["kvlingo"]["prompt"] == {"native": 0, "translated": TOKENS - 2, "recomputed": 2}
+
+
+def test_one_that_comes_again_and_finds_all_of_its_prompt_has_translated_nothing(
+    desk: Desk, store: Store, source: LanguageModel
+) -> None:
+    """As after a preemption: the engine asks anew, with what is left of it in its prefix cache."""
+    ids = prompt()
+    desk.arrive(arrival(ids, keep(store, source, ids)))
+    desk.allocated("r", [[7, 2, 9, 4]], ask(desk))
+    desk.arrived("r")
+    assert ask(desk, TOKENS) == 0
+    _, told = desk.finished("r", [*ids, 5], [7, 2, 9, 4], whole=True)
+    assert told is not None
+    assert told["kvlingo"]["prompt"] == {"native": TOKENS, "translated": 0, "recomputed": 0}
+
+
+def test_nothing_that_a_client_asks_for_ends_the_engine(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the desk is called, an error would end the server for all."""
+    monkeypatch.setattr(scheduling, "read_wish", lambda params: 1 // 0)
+    assert desk.arrive(arrival(prompt(), new_id())) is None
+    _, told = desk.finished("r", prompt(), [1], whole=True)
+    assert told is not None
+    assert (told["kvlingo"]["status"], told["kvlingo"]["reason"]) == ("unsupported", "bad_request")
 
 
 def test_a_refused_request_gets_its_own_salt_back_once(desk: Desk) -> None:

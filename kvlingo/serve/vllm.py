@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +72,7 @@ def check_config(config: VllmConfig) -> None:
     """Raise `BadInput` or `UnsupportedModel` for what a configuration says by itself, before there are blocks."""
     refuse_version(vllm.__version__)
     _check_options(config)
+    _check_source(config)
     _check_model(config)
 
 
@@ -137,6 +137,38 @@ def _check_model(config: VllmConfig) -> None:
         raise UnsupportedModel(f"{named} caches latents (MLA), not keys and values per head; it can't be used")
     if model.is_hybrid or model.is_attention_free:
         raise UnsupportedModel(f"{named} has recurrent layers, whose state can't be translated; it can't be used")
+    _check_angles(config)
+
+
+def _check_source(config: VllmConfig) -> None:
+    """Refuse an engine whose model is not what its checkpoint says: its keys would be taken for those of the checkpoint."""
+    model = config.model_config
+    if model.hf_overrides:
+        raise BadInput(
+            "hf_overrides change what the checkpoint's config.json says, by which translators know a model: write the changes "
+            "into a copy of the checkpoint's folder, and serve and fit that"
+        )
+    if model.hf_config_path not in (None, model.model):
+        raise BadInput(
+            f"the engine takes its configuration from {model.hf_config_path}; it has to lie with the weights"
+        )
+    if model.tokenizer_revision != model.revision:
+        raise BadInput(
+            f"the tokenizer is of revision {model.tokenizer_revision}, the model of {model.revision}; name one"
+        )
+
+
+def _check_angles(config: VllmConfig) -> None:
+    """Refuse LongRoPE where vLLM uses the angles of long texts for short ones too, which the model itself does not."""
+    text = config.model_config.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or {}
+    for kind in [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]:
+        short = kind.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+        if kind.get("rope_type") == "longrope" and (short is None or config.model_config.max_model_len > short):
+            raise UnsupportedModel(
+                f"{config.model_config.model} has other rotary angles beyond {short} tokens (longrope), and vLLM uses those for "
+                f"shorter texts too where it serves longer ones: set --max-model-len to {short}"
+            )
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
@@ -492,7 +524,8 @@ class KVLingoConnector(KVConnectorBase_V1):
         """Get to know the blocks, check that they are understood, and load the model's own part and the translators."""
         config, options = self._vllm_config, self._options
         with torch.inference_mode(False):
-            own = open_own(config.model_config.model, config.model_config.dtype, options.extract)
+            named = config.model_config
+            own = open_own(named.model, named.dtype, options.extract, named.revision)
             lm = own.lm
             consumes = self._kv_transfer_config.is_kv_consumer and options.translators
             links = [read_link(t, options) for t in options.translators] if consumes else []
@@ -500,7 +533,7 @@ class KVLingoConnector(KVConnectorBase_V1):
             side = side_of(lm) if self._keeps else None
             if target is not None:
                 if own.extract is None:
-                    map_anew(lm, Path(config.model_config.model))
+                    map_anew(lm, own.folder)
                 rehearse(target)
         rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         layers = _layers(config, kv_caches, lm.geometry.cache_layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -184,6 +185,14 @@ class Fleet:
         """Two sinks and a tail of sixteen tokens; loading between steps, prompts read in pieces."""
         options = self.options("twins", sink=SINK, tail=TAIL, **self._in_mooncake())
         return start_server(self.place / "twins" / "target", log, options, arguments=PIECES)
+
+    def _scaled(self, log: Path) -> Server:
+        """The source with YaRN in its configuration."""
+        folder = shutil.copytree(self.place / "twins" / "source", self.place / "scaled")
+        config = json.loads((folder / "config.json").read_text())
+        config["rope_parameters"] |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+        (folder / "config.json").write_text(json.dumps(config))
+        return start_server(folder, log, self.options())
 
     def _source_mooncake(self, log: Path) -> Server:
         return start_server(self.place / "twins" / "source", log, self.options(**self._in_mooncake()))

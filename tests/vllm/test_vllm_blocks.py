@@ -173,6 +173,9 @@ def test_a_backend_that_is_not_known_is_refused(connector: Any) -> None:
 # --- refused by name ---------------------------------------------------------------------------------------------------
 
 
+LONG = SimpleNamespace(rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 64})
+
+
 def config_of(**changes: Any) -> Any:
     """Return what the connector looks at of an engine's configuration; a good one but for the changes."""
     model = {
@@ -182,6 +185,12 @@ def config_of(**changes: Any) -> Any:
         "is_hybrid": False,
         "is_attention_free": False,
         "dtype": torch.float32,
+        "hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "default"}),
+        "max_model_len": 2048,
+        "hf_overrides": {},
+        "hf_config_path": None,
+        "revision": None,
+        "tokenizer_revision": None,
     }
     parts = {
         "kv_transfer_config": {
@@ -213,6 +222,13 @@ def test_a_good_engine_is_taken(connector: Any, kept: str) -> None:
     connector.check_engine(config_of(cache_dtype=kept), groups_of(connector, "FullAttentionSpec"))
 
 
+def test_what_is_no_change_is_taken(connector: Any) -> None:
+    """One revision of both, a configuration that lies with the weights, and texts that end before the angles change."""
+    same = {"revision": "a", "tokenizer_revision": "a", "hf_config_path": "some-model"}
+    config = config_of(**same, hf_text_config=LONG, max_model_len=64)
+    connector.check_engine(config, groups_of(connector, "FullAttentionSpec"))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -226,6 +242,12 @@ def test_a_good_engine_is_taken(connector: Any, kept: str) -> None:
         ({"cache_dtype": "bfloat16"}, "cache is bfloat16, which is not known"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
         ({"speculative_config": object()}, "speculative"),
+        ({"hf_overrides": {"rope_parameters": {"rope_type": "yarn"}}}, "hf_overrides change"),
+        ({"hf_overrides": lambda config: config}, "hf_overrides change"),
+        ({"hf_config_path": "elsewhere"}, "configuration from elsewhere"),
+        ({"revision": "a", "tokenizer_revision": "b"}, "of revision b, the model of a"),
+        ({"hf_text_config": LONG}, "beyond 64 tokens .*--max-model-len to 64"),
+        ({"hf_text_config": SimpleNamespace(rope_parameters={"full": LONG.rope_parameters})}, "beyond 64 tokens"),
     ],
 )
 def test_what_would_be_wrong_is_refused(connector: Any, changes: dict[str, Any], said: str) -> None:

@@ -259,7 +259,15 @@ def test_what_is_told_holds_nothing_of_the_prompt_and_no_place(fleet: Fleet) -> 
 # --- what can't be done ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asked", [{"file": "x"}, {"load": "a" * 32, "tail": 3}, {"source_contents": [[1]]}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"file": "x"},
+        {"load": "a" * 32, "tail": 3},
+        {"source_contents": [[1]]},
+        {"load": "a" * 32, "source_contents": [[0, float("inf")]]},
+    ],
+)
 def test_a_request_that_makes_no_sense(fleet: Fleet, asked: dict[str, object]) -> None:
     ids, _, own = kept(fleet, 230)
     answer = fleet.get("target").complete(ids, asked=asked)

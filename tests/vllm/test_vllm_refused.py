@@ -12,7 +12,7 @@ import pytest
 from kvlingo.errors import BadInput
 from kvlingo.serve.external.servers import Server, start_server
 from kvlingo.serve.external.twins import VOCABULARY, byte_tokenizer, write_tokenizer
-from tests.families import FAMILIES
+from tests.families import FAMILIES, LONGROPE, rope
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": VOCABULARY}
 
@@ -44,6 +44,16 @@ UNFIT = {
         {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "head_dim": 64},
         "bfloat16",
         "(DeepseekV2ForCausalLM) caches latents (MLA), not keys and values per head; it can't be used",
+    ),
+    "angles": Unfit(
+        "phi3-longrope",
+        {
+            **rope(**LONGROPE | {"short_factor": [1.0] * 12, "long_factor": [4.0] * 12}),
+            "max_position_embeddings": 4096,
+        },
+        "float32",
+        "has other rotary angles beyond 64 tokens (longrope), and vLLM uses those for shorter texts too where it serves longer "
+        "ones: set --max-model-len to 64",
     ),
 }
 

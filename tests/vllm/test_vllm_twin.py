@@ -166,6 +166,20 @@ def test_what_was_read_in_pieces_is_kept_whole(fleet: Fleet) -> None:
         torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
 
 
+def test_what_is_kept_with_scaled_angles_is_what_the_model_reads(fleet: Fleet) -> None:
+    """Two twins of one kind of angles can't show this: what both sides do wrong alike cancels."""
+    scaled, ids = fleet.get("scaled"), prompt(600, seed=41)
+    key = scaled.complete(ids, save=True, count=1).told["id"]
+    wait_until(lambda: bool(fleet.store.manifests(key)))
+    kv = unpack(parse(fleet.store.manifests(key)[0], key), fleet.store.data(key, 0))
+    lm = load_model(fleet.place / "scaled", device="cpu")
+    for mine, theirs in zip(read(lm, lm.ids(ids)).keys, kv.keys, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
+    plain = load_model(fleet.place / "twins" / "source", device="cpu")
+    assert (read(plain, plain.ids(ids)).keys[-1] - kv.keys[-1]).abs().max() > 0.1, "the angles are not scaled"
+    fleet.end("scaled")
+
+
 # --- bfloat16 --------------------------------------------------------------------------------------------------------
 
 
@@ -274,6 +288,8 @@ def test_other_ids_of_the_same_text_and_requests_that_push_each_other_out(fleet:
     for one, many, own in zip(alone, together, cold, strict=True):
         assert one.told["status"] == many.told["status"] == "applied"
         assert one.told["prompt"]["translated"] == 498
+        assert min(many.told["prompt"].values()) >= 0
+        assert sum(many.told["prompt"].values()) == 500
         assert one.far_from(own) <= SAME
         assert many.far_from(own) <= SAME
     fleet.end("few")
@@ -289,7 +305,12 @@ def test_requests_that_push_each_other_out_and_load_within_a_step(fleet: Fleet) 
     assert sync.metric("vllm:num_preemptions_total") > before
     for many, alone in zip(together, own, strict=True):
         assert many.told["status"] == "applied"
-        assert many.told["prompt"]["recomputed"] <= 2, "one that comes again may find all of its prompt"
+        read = many.told["prompt"]
+        assert min(read.values()) >= 0, (
+            "one that comes again may find all of its prompt, and then nothing is translated"
+        )
+        assert sum(read.values()) == 500
+        assert read["recomputed"] <= 2
         assert many.far_from(alone) <= SAME
 
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvlingo.assembling import exact_kv, first_source_token
-from kvlingo.errors import IncompatiblePair, UnsupportedModel
+from kvlingo.errors import BadInput, IncompatiblePair, UnsupportedModel
 from kvlingo.extracts import Extract, checkpoint_folder, open_extract
 from kvlingo.geometry import Geometry
 from kvlingo.kv import KV
@@ -59,19 +59,27 @@ class Own:
 
     Fields:
         lm: of an extract, who can't read; or a copy of the whole checkpoint.
+        folder: where the engine's weights are.
         extract: None for such a copy.
     """
 
     lm: LanguageModel
+    folder: Path
     extract: Extract | None = None
 
 
-def open_own(name: str, dtype: torch.dtype, extract: str | None) -> Own:
-    """Open an engine's model once more: from its extract where there is one. Raises as `open_extract` and `load_model`."""
-    if extract is None:
-        return Own(load_model(name, device="cpu", dtype=dtype))
-    opened = open_extract(extract, dtype, checkpoint=checkpoint_folder(name))
-    return Own(opened.lm, opened)
+def open_own(name: str, dtype: torch.dtype, extract: str | None, revision: str | None = None) -> Own:
+    """Open an engine's model once more, of the same revision: from its extract where there is one.
+
+    Raises `BadInput` where the engine's weights are not where its configuration is, and as `open_extract` and `load_model`.
+    """
+    folder = checkpoint_folder(name, revision)
+    if extract is not None:
+        opened = open_extract(extract, dtype, checkpoint=folder)
+        return Own(opened.lm, folder, opened)
+    if not any(folder.glob("*.safetensors")):
+        raise BadInput(f"{folder} holds no weights (*.safetensors); give the engine the folder that its weights are in")
+    return Own(replace(load_model(str(folder), device="cpu", dtype=dtype), name=name), folder)
 
 
 def map_anew(lm: LanguageModel, folder: Path) -> int:
@@ -146,6 +154,7 @@ class Carry:
 
     Fields:
         key, tenant: the kept cache, and whose it must be.
+        sha256: of the cache that was planned with.
         digest: of the translator's weights.
         ids: the prompt's tokens up to the end of the translated ones.
         alignment: the source token of each of them.
@@ -154,6 +163,7 @@ class Carry:
 
     key: str
     tenant: str
+    sha256: str
     digest: str
     ids: tuple[int, ...]
     alignment: tuple[int, ...]
@@ -217,7 +227,7 @@ def rehearse(target: Target, tokens: int = REHEARSED_TOKENS) -> None:
         keys = tuple(torch.zeros(1, s.kv_heads, tokens, s.key_dim, dtype=target.lm.dtype) for s in shapes)
         values = tuple(torch.zeros(1, s.kv_heads, tokens, s.value_dim, dtype=target.lm.dtype) for s in shapes)
         plan = plan_handoff(list(steps))
-        carry = Carry("", "", digest, ids, steps, plan, plan.translated[0])
+        carry = Carry("", "", "", digest, ids, steps, plan, plan.translated[0])
         for _ in translated(carry, 0, KV(keys, values, tokens), target, [0] * len(target.lm.geometry)):
             pass
 

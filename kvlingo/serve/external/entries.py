@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class Entry:
         lora: the adapter that was in use, or None.
         translated_until: tokens before this one are themselves translated.
         created, expires: seconds since 1970.
-        sha256, num_bytes: of the part's bytes.
+        sha256, num_bytes: of the part's bytes; of what all parts agree on (`check_parts`) of all parts' bytes.
     """
 
     id: str
@@ -114,20 +114,29 @@ def _entry(fields: Mapping[str, Any], asked: str) -> Entry:
         whole = entry.id == asked and 0 <= entry.rank < entry.world and 0 < len(entry.ids) <= MOST_TOKENS
         if not whole or entry.keys != "position-free":
             raise ValueError("its fields contradict each other")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise Refused("corrupt", f"the manifest of the kept cache is damaged ({type(error).__name__})") from error
     return entry
 
 
 def check_parts(parts: Sequence[Entry]) -> Entry:
-    """Return what all parts agree on. Raises `Refused` where one is missing or is of another cache."""
+    """Return what all parts agree on, which tells by its hash whether it is still the same cache.
+
+    Raises `Refused` where one is missing or is of another cache.
+    """
     first = parts[0]
     common = [{**asdict(p), "rank": 0, "sha256": "", "num_bytes": 0, "created": 0, "expires": 0} for p in parts]
     if any(other != common[0] for other in common):
         raise Refused("corrupt", "the parts of the kept cache are not of one cache")
     if sorted(p.rank for p in parts) != list(range(first.world)):
         raise Refused("incomplete", f"{len(parts)} of {first.world} parts of the kept cache are there")
-    return first
+    sums = [part.sha256 for part in sorted(parts, key=lambda part: part.rank)]
+    return replace(
+        first,
+        rank=0,
+        sha256=hashlib.sha256("".join(sums).encode()).hexdigest(),
+        num_bytes=sum(part.num_bytes for part in parts),
+    )
 
 
 def unpack(entry: Entry, data: bytes) -> KV:

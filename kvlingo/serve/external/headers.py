@@ -136,7 +136,7 @@ class Telling:
 
     async def _status_of_stream(self) -> str | None:
         if self._name is None:
-            return None if self._board.about is not None else UNSUPPORTED
+            return None  # nothing is known: a server without statistics hears nothing of its connector
         told = await told_of(self._board, self._name, TOLD_SECONDS)
         return None if told is None else told.get("status")
 

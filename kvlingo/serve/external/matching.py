@@ -122,9 +122,12 @@ def _ranges(given: Any) -> tuple[tuple[int, int], ...] | None:
     if given is None:
         return None
     try:
-        return tuple((int(start), int(stop)) for start, stop in given)
-    except (TypeError, ValueError) as error:
-        raise Refused("bad_request", "contents are lists of two byte offsets", unsupported=True) from error
+        ranges = tuple((start, stop) for start, stop in given)
+    except (TypeError, ValueError):
+        ranges = ((None, None),)
+    if not all(type(start) is type(stop) is int and 0 <= start <= stop for start, stop in ranges):
+        raise Refused("bad_request", "contents are lists of two byte offsets", unsupported=True)
+    return ranges
 
 
 @dataclass(frozen=True)

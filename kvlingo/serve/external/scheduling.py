@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import secrets
 import time
 from collections import Counter, deque
@@ -29,6 +30,7 @@ from kvlingo.serve.external.threads import Job, Threads
 
 APPLIED = "applied"
 SALT_PREFIX = "kvlingo:"
+logger = logging.getLogger(__name__)
 NO_BLOCK = -1
 MOST_STEPS = 16
 """So many steps of an engine are under way at most; one that is never ended is taken for ended then."""
@@ -129,7 +131,7 @@ class Desk:
     def arrive(self, arrival: Arrival) -> str | None:
         """Take a request in; return the salt that it has to have from now on, or None for its own."""
         try:
-            wish = read_wish(arrival.params)
+            wish = _wish(arrival.params)
         except Refused as refused:
             self._take_in(Case(arrival, Wish(tell=read_tell(arrival.params)), 0.0, refused=refused))
             return None
@@ -198,7 +200,7 @@ class Desk:
         _, stop = plan.translated
         if not plan.count(SpanKind.TRANSLATED) and not native:
             raise Refused("nothing", plan.fallback or "there is nothing to translate")
-        case.plan, case.native = plan, min(native, len(case.arrival.ids))
+        case.plan, case.native, case.translated = plan, min(native, len(case.arrival.ids)), 0
         return max(0, stop - native) if plan.count(SpanKind.TRANSLATED) else 0
 
     def salt_again(self, request: str) -> tuple[bool, str | None]:
@@ -230,6 +232,7 @@ class Desk:
         carry = Carry(
             key=case.match.entry.id,
             tenant=tenant_of(case.arrival.salt),
+            sha256=case.match.entry.sha256,
             digest=case.match.link.digest,
             ids=tuple(case.arrival.ids[:stop]),
             alignment=case.match.alignment[:stop],
@@ -375,4 +378,16 @@ def _result(search: Job[Match]) -> Match:
     except Refused:
         raise
     except Exception as error:  # whatever a file or a tokenizer raises, the prompt is read again
-        raise Refused("error", f"{type(error).__name__}: {error}") from error
+        logger.exception("looking for a kept cache failed")
+        raise Refused("error", type(error).__name__) from error
+
+
+def _wish(params: object) -> Wish | None:
+    """Read what a client asks for; raises nothing but `Refused`: where this is called, an error would end the whole engine."""
+    try:
+        return read_wish(params)
+    except Refused:
+        raise
+    except Exception as error:
+        logger.exception("what a request asks for could not be read")
+        raise Refused("bad_request", type(error).__name__, unsupported=True) from error

@@ -8,6 +8,7 @@ one up that has begun to write waits until it has ended.
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ from kvlingo.serve.external.stores import Store, taken
 from kvlingo.serve.external.threads import Job, Threads
 
 UNSAVED_PER_THREAD = 4
+logger = logging.getLogger(__name__)
 Layers = list[tuple[Tensor, Tensor]]
 
 
@@ -134,6 +136,8 @@ class Worker:
         config = self._target.translators[carry.digest].config
         if entry.expires <= time.time():
             raise Refused("expired", "the kept cache has expired")
+        if entry.sha256 != carry.sha256:
+            raise Refused("gone", "another cache is kept under this id since it was looked at")
         if entry.geometry != self._target.sources[carry.digest] or max(carry.alignment) >= len(entry.ids):
             raise Refused("corrupt", f"the kept cache is not of a source of {len(config.source)} layers")
 
@@ -145,7 +149,8 @@ class Worker:
         except Refused as refused:
             return refused.reason, refused.why
         except Exception as error:  # whatever it was, the prompt is read again
-            return "error", f"{type(error).__name__}: {error}"
+            logger.exception("a load failed")  # to the log, not to a client: it may name files
+            return "error", type(error).__name__
         return None
 
     def rest(self, seconds: float) -> None:
