@@ -32,12 +32,12 @@ from transformers.utils import cached_file
 from kvlingo import __version__
 from kvlingo.chat import Message
 from kvlingo.errors import BadArtifact, BadInput, IncompatiblePair, KVLingoError, UnsupportedModel
-from kvlingo.files import replace_folder
+from kvlingo.files import replace_folder, verify_file
 from kvlingo.fingerprints import CONFIG_NOISE
 from kvlingo.geometry import Geometry, LayerRope
 from kvlingo.kv import KV
 from kvlingo.language_model import Identity, LanguageModel, native_layers, read
-from kvlingo.manifest import ModelCard, content_hash, first_line, sealed, short
+from kvlingo.manifest import ModelCard, content_hash, first_line, sealed
 from kvlingo.models import chosen_device, chosen_dtype, clear_load_errors, convert_gguf, load_model, quiet_loading
 from kvlingo.probing import angle_source, decoder_of, no_angles, rotary_module
 from kvlingo.reading import leading_ids, read_chat
@@ -45,6 +45,7 @@ from kvlingo.rope import Rotary
 
 FORMAT_VERSION = 1
 FACTS_FILE, WEIGHTS_FILE = "extract.json", "extract.safetensors"
+FACTS = {"model", "dtype", "target_refusal", "beginnings", "checkpoint", "weights_sha256", "sha256"}
 WEIGHT, BEGINNING, CHECK = "weight.", "beginning.", "check."
 CHECKED_POSITIONS = (0, 1, 77, 1001)
 SAMPLES = 64
@@ -266,6 +267,9 @@ def read_facts(folder: Path) -> dict[str, Any]:
         version = facts["format_version"]
         if not isinstance(version, int) or version < 1:
             raise ValueError("it names no format version")
+        lacking = sorted(FACTS - facts.keys())
+        if version == FORMAT_VERSION and lacking:
+            raise ValueError(f"it lacks {lacking[0]}")
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise BadArtifact(f"{file} is not whole ({first_line(error)}); copy the folder again") from error
     if version > FORMAT_VERSION:
@@ -323,12 +327,7 @@ def open_extract(folder: str | Path, dtype: torch.dtype, *, checkpoint: Path | N
 
 
 def _read_tensors(file: Path, sha256: str) -> dict[str, Tensor]:
-    if not file.is_file():
-        raise BadArtifact(f"{file} is missing; copy the whole folder again")
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if digest != sha256:
-        raise BadArtifact(f"{file} is damaged: SHA-256 {short(digest)}, expected {short(sha256)}; copy it again")
+    verify_file(file, sha256, "copy the whole folder again")
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping

@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, with errors that say what to do.
+"""Writing files whole or not at all, and checking that they are what was written, with errors that say what to do.
 
 Knows the file system only. Everything is written beside its place first, on the same disk, and then takes the place of
 what was there: a full disk or Ctrl-C leaves the old state and no litter.
@@ -7,6 +7,7 @@ what was there: a full disk or Ctrl-C leaves the old state and no litter.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvlingo.errors import BadInput
+from kvlingo.errors import BadArtifact, BadInput
 
 
 @contextmanager
@@ -29,6 +30,27 @@ def clear_write_errors(place: Path, num_bytes: int, *, kept: str = "nothing was 
                 f"free some or choose another place, and run again: {kept}"
             ) from error
         raise BadInput(f"can't write {place} ({error.strerror or error}); choose another place: {kept}") from error
+
+
+def verify_file(file: Path, sha256: str, advice: str, *, num_bytes: int = 0) -> None:
+    """Raise `BadArtifact` with `advice` unless a file is byte for byte what was written.
+
+    `num_bytes`: fewer tell that it was cut off, without reading it.
+    """
+    if not file.is_file():
+        raise BadArtifact(f"{file} is missing; {advice}")
+    size = file.stat().st_size
+    if size < num_bytes:
+        raise BadArtifact(f"{file} is truncated: {size} of {num_bytes} bytes; {advice}")
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != sha256:
+        raise BadArtifact(f"{file} is damaged: SHA-256 {short(digest)}, expected {short(sha256)}; {advice}")
+
+
+def short(digest: str) -> str:
+    """Return the first characters of a hash, enough to tell two apart."""
+    return digest[:12]
 
 
 def write_file(file: Path, data: bytes) -> None:

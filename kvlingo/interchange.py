@@ -17,10 +17,11 @@ from torch import Tensor
 
 from kvlingo import __version__
 from kvlingo.errors import BadInput, IncompatiblePair
+from kvlingo.files import short
 from kvlingo.geometry import Geometry
 from kvlingo.jobs import Where, load_pair
 from kvlingo.language_model import LanguageModel
-from kvlingo.manifest import Manifest, ModelCard, StorageType, short
+from kvlingo.manifest import Manifest, ModelCard, StorageType
 from kvlingo.mapper_files import (
     CHANNELS,
     CONTIGUOUS,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvlingo import __version__
 from kvlingo.errors import BadArtifact, IncompatiblePair
+from kvlingo.files import short
 from kvlingo.geometry import Geometry
 from kvlingo.translator import TranslatorConfig, check_geometry
 
@@ -257,8 +258,3 @@ def check_cache(config: TranslatorConfig, source: ModelCard | None, target: Mode
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its kind."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
-def short(digest: str) -> str:
-    """Return the first characters of a hash, enough to tell two apart."""
-    return digest[:12]

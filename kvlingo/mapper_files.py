@@ -30,8 +30,8 @@ from torch import Tensor
 
 from kvlingo import __version__
 from kvlingo.errors import BadArtifact, BadInput
-from kvlingo.files import replace_folder
-from kvlingo.manifest import first_line, short
+from kvlingo.files import replace_folder, verify_file
+from kvlingo.manifest import first_line
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE, WEIGHTS_FILE, SUMS_FILE = "manifest.json", "weights.safetensors", "SHA256SUMS"
@@ -149,12 +149,7 @@ def verify_sums(folder: Path) -> None:
     for name in MAPPER_FILES:
         if name not in found:
             raise BadArtifact(f"{folder / SUMS_FILE} has no line for {name}; copy the folder again")
-        with (folder / name).open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if digest != found[name]:
-            raise BadArtifact(
-                f"{folder / name} is damaged: SHA-256 {short(digest)}, expected {short(found[name])}; copy the folder again"
-            )
+        verify_file(folder / name, found[name], "copy the folder again")
 
 
 def parse_mapper(file: Path) -> MapperManifest:

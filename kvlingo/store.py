@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from kvlingo import __version__
 from kvlingo.errors import BadArtifact, BadInput, MissingExtra
-from kvlingo.files import replace_folder
+from kvlingo.files import replace_folder, verify_file
 from kvlingo.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -44,7 +44,6 @@ from kvlingo.manifest import (
     parse_manifest,
     read_document,
     sealed,
-    short,
 )
 from kvlingo.readme import model_card
 from kvlingo.translator import Translator, TranslatorConfig
@@ -279,17 +278,9 @@ def unpack(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def verify_weights(file: Path, expected: WeightsCard) -> None:
     """Raise `BadArtifact` unless the file is byte for byte what was saved."""
-    if not file.is_file():
-        raise BadArtifact(f"{file} is missing; copy the whole folder again, or fit anew")
-    size = file.stat().st_size
-    if size < expected.num_bytes:
-        raise BadArtifact(f"{file} is truncated: {size} of {expected.num_bytes} bytes; copy or download it again")
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if digest != expected.sha256:
-        raise BadArtifact(
-            f"{file} is damaged: SHA-256 {short(digest)}, expected {short(expected.sha256)}; copy or download it again"
-        )
+    verify_file(
+        file, expected.sha256, "copy or download the whole folder again, or fit anew", num_bytes=expected.num_bytes
+    )
 
 
 def refuse_to_replace(folder: Path, overwrite: bool) -> None:
