@@ -158,7 +158,9 @@ def test_a_flipped_bit_is_found(made: Path, tmp_path: Path) -> None:
         open_extract(folder, torch.float32)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format_version": 0}', '{"format_version": "1"}', '{"format_version": 1}', "\udcff"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"format_version": 0}', '{"format_version": "1"}', '{"format_version": 1}', "\udcff"]
+)
 def test_facts_that_are_none_are_refused(made: Path, tmp_path: Path, content: str) -> None:
     folder = copy_of(made, tmp_path)
     (folder / FACTS_FILE).write_bytes(content.encode(errors="surrogateescape"))
