@@ -27,7 +27,7 @@ from kvlingo.language_model import LanguageModel, read
 from kvlingo.manifest import plain
 from kvlingo.models import load_model
 from kvlingo.plan import SpanKind
-from kvlingo.serve.external import checking, entries, scheduling, twins, versions
+from kvlingo.serve.external import checking, entries, matching, scheduling, twins, versions
 from kvlingo.serve.external.carrying import (
     Carry,
     Made,
@@ -544,6 +544,18 @@ def test_other_ids_of_the_same_text_are_aligned(other_ids: Path, store: Store) -
     with pytest.raises(Refused) as refused:
         find(matcher, key, tuple(target.tokenizer("quite another text")["input_ids"]))
     assert refused.value.reason == "text"
+
+
+def test_vocabularies_are_spelled_out_before_the_first_request(
+    other_ids: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of a million tokens take seconds, longer than a request waits for a store."""
+    spelled = list[int]()
+    monkeypatch.setattr(matching, "align", lambda *sides: spelled.append(len(sides)))
+    matcher_of(other_ids, store)
+    assert not spelled
+    matcher_of(other_ids, store, source_tokenizers=(str(other_ids / "source"),))
+    assert spelled == [2]
 
 
 def test_an_unproven_translator_is_not_used_unasked(made: Path, tmp_path: Path) -> None:

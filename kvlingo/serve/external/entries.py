@@ -37,7 +37,10 @@ def new_id() -> str:
 def checked_id(given: object) -> str:
     """Return an id that a client gave, which is never a path. Raises `Refused`."""
     if not isinstance(given, str) or ID.fullmatch(given) is None:
-        raise Refused("bad_id", "what was given is no cache id; pass on the one that the source engine answered with")
+        raise Refused(
+            "bad_id",
+            "what was given is no cache id: 32 hexadecimal digits, as an engine answers with or drawn at random",
+        )
     return given
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,9 @@ def read_wish(params: object) -> Wish | None:
     if asked is None:
         return None
     if not isinstance(asked, Mapping) or not set(asked) <= KNOWN:
+        known = ", ".join(sorted(KNOWN))
         raise Refused(
-            "bad_request", f"kv_transfer_params.{PARAMS} may hold {', '.join(sorted(KNOWN))}", unsupported=True
+            "bad_request", f"kv_transfer_params.{PARAMS} is an object that may hold {known}", unsupported=True
         )
     load, save, tell = asked.get("load"), asked.get("save", False), asked.get("tell")
     return Wish(
@@ -165,6 +167,15 @@ class Matcher:
         self._sources = {hash_tokenizer(t): t for t in map(load_tokenizer, options.source_tokenizers)}
         if self._sources:
             self._target = load_tokenizer(target_tokenizer)
+            self._rehearse()
+
+    def _rehearse(self) -> None:
+        """Align a word of each source: vocabularies are spelled out now, and not while the first request waits."""
+        for tokenizer in self._sources.values():
+            sides = [(each, each("a b", add_special_tokens=False)["input_ids"]) for each in (tokenizer, self._target)]
+            with suppress(KVLingoError):  # a request would be told of it
+                align(*(reading_of_ids(each, ids) for each, ids in sides))
+                tokenizer_relation(tokenizer, self._target)
 
     def find(self, wish: Wish, ids: Sequence[int], tenant: str, until: float) -> Match:
         """Return what a kept cache gives for a prompt; wait for one that is still being written, `until` (monotonic) at most.

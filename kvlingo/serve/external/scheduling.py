@@ -337,7 +337,9 @@ class Desk:
             why = "the engine keeps no token outside its sliding window, and this is longer" if lost else None
             told |= {
                 "id": None,
-                "not_kept": case.arrival.unusable or why or "this engine keeps no caches, or the request was cut off",
+                "not_kept": case.arrival.unusable
+                or why
+                or ("the request was cut off" if self._saves else "this engine keeps no caches"),
             }
         return keeps, {PARAMS: told} if told else None
 
