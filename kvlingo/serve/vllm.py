@@ -152,7 +152,7 @@ def _check_source(config: VllmConfig) -> None:
         raise BadInput(
             f"the engine takes its configuration from {model.hf_config_path}; it has to lie with the weights"
         )
-    if model.tokenizer_revision != model.revision:
+    if model.tokenizer == model.model and model.tokenizer_revision != model.revision:
         raise BadInput(
             f"the tokenizer is of revision {model.tokenizer_revision}, the model of {model.revision}; name one"
         )

@@ -190,6 +190,7 @@ def config_of(**changes: Any) -> Any:
         "hf_overrides": {},
         "hf_config_path": None,
         "revision": None,
+        "tokenizer": "some-model",
         "tokenizer_revision": None,
     }
     parts = {
@@ -227,6 +228,8 @@ def test_what_is_no_change_is_taken(connector: Any) -> None:
     same = {"revision": "a", "tokenizer_revision": "a", "hf_config_path": "some-model"}
     config = config_of(**same, hf_text_config=LONG, max_model_len=64)
     connector.check_engine(config, groups_of(connector, "FullAttentionSpec"))
+    other = config_of(revision="a", tokenizer="another", tokenizer_revision="b")  # each place has revisions of its own
+    connector.check_engine(other, groups_of(connector, "FullAttentionSpec"))
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,10 @@ def _ranges(given: Any) -> tuple[tuple[int, int], ...] | None:
         return None
     try:
         ranges = tuple((start, stop) for start, stop in given)
-    except (TypeError, ValueError):
-        ranges = ((None, None),)
-    if not all(type(start) is type(stop) is int and 0 <= start <= stop for start, stop in ranges):
-        raise Refused("bad_request", "contents are lists of two byte offsets", unsupported=True)
+        if not all(type(start) is type(stop) is int and 0 <= start <= stop for start, stop in ranges):
+            raise ValueError("no offsets")
+    except (TypeError, ValueError) as error:
+        raise Refused("bad_request", "contents are lists of two byte offsets", unsupported=True) from error
     return ranges
 
 
