@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench import speed, tables
+from bench import records, speed, speed_tables
 from kvlingo import benchmark, calibration, cli
 from kvlingo.arms import ARMS, READS_ALL, Arm, Dial, Pair, apply_alone, filled_cache, stage
 from kvlingo.benchmark import BenchOptions, crossing, percentile, run_benchmark, timed_arms
@@ -428,8 +428,8 @@ def test_the_calls_of_the_measured_tables_can_be_made() -> None:
 
 
 def test_a_table_marks_what_was_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.speed() == "Not measured yet.\n"
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    assert speed_tables.speed() == "Not measured yet.\n"
     record = {
         "maps": {"kind": "full", "rank": 8},
         "pair": {"source": "A", "target": "B"},
@@ -450,11 +450,14 @@ def test_a_table_marks_what_was_predicted(tmp_path: Path, monkeypatch: pytest.Mo
         ],
     }
     (tmp_path / "speed-x.json").write_text(json.dumps(record))
-    assert "| A → B, full, rank 8, float32 | 9,000 | ~1,000 | 50 | – | – | – | 20.0× | – | – | 70% |" in tables.speed()
-    assert "float32 on a CPU" in tables.speed()
+    assert (
+        "| A → B, full, rank 8, float32 | 9,000 | ~1,000 | 50 | – | – | – | 20.0× | – | – | 70% |"
+        in speed_tables.speed()
+    )
+    assert "float32 on a CPU" in speed_tables.speed()
     record["maps"] = {"kind": "full", "rank": None, "products": "bfloat16"}
     (tmp_path / "speed-x.json").write_text(json.dumps(record))
-    assert "| A → B, full, float32, maps in bfloat16 | 9,000 |" in tables.speed()
+    assert "| A → B, full, float32, maps in bfloat16 | 9,000 |" in speed_tables.speed()
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------

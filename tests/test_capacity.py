@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import tables
+from bench import records, speed_tables
 from bench.capacity import PAIRS, of_pair
 from kvlingo.cost import (
     TargetCost,
@@ -72,11 +72,11 @@ def test_the_committed_figures_are_those_of_the_arithmetic() -> None:
 
 
 def test_the_table_has_a_line_for_each_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = tables.capacity()
+    text = speed_tables.capacity()
     assert text.count("\n") == 2 + len(RESULT["pairs"]) * len(RESULT["reading_tflops_per_s"])
     assert len({line.count("|") for line in text.splitlines()}) == 1
-    monkeypatch.setattr(tables, "load", lambda name: None)
-    assert tables.capacity() == "Not computed yet.\n"
+    monkeypatch.setattr(records, "load", lambda name: None)
+    assert speed_tables.capacity() == "Not computed yet.\n"
 
 
 def test_all_pairs_are_there() -> None:

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 
-from bench import tables
+from bench import quality_tables, records
 from kvlingo.confidence import (
     SIGNS,
     Confidence,
@@ -313,9 +313,9 @@ def test_a_judged_hand_over_has_its_real_kl() -> None:
 def test_the_table_shows_what_it_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fit_confidence(drawn(100), kl_nats=0.5, tail=8, plan=PLAN, seed=0)
     record = {"confidence": found.to_json()}
-    monkeypatch.setattr(tables, "load", lambda name: record if name == "confidence-gemma-smollm2" else None)
-    (row,) = tables.confidence().splitlines()[2:]
+    monkeypatch.setattr(records, "load", lambda name: record if name == "confidence-gemma-smollm2" else None)
+    (row,) = quality_tables.confidence().splitlines()[2:]
     left_out = found.fitted["left_out"]
     assert row.startswith(f"| Gemma → SmolLM2 | 100 | {found.fitted['bad']} | {left_out['precision']:.2f} | ")
-    monkeypatch.setattr(tables, "load", lambda _: None)
-    assert tables.confidence() == "Not measured yet.\n"
+    monkeypatch.setattr(records, "load", lambda _: None)
+    assert quality_tables.confidence() == "Not measured yet.\n"

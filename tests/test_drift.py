@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import tables
+from bench import quality_tables, records
 from kvlingo.drift import DriftOptions, Link, conversations, cut, drift, piece_words
 from kvlingo.errors import BadInput
 from kvlingo.language_model import LanguageModel
@@ -144,9 +144,9 @@ def test_the_command_measures_and_draws(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_table_shows_first_and_last_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "load", lambda _: record("llama", 0.05))
-    rows = [row for row in tables.switches().splitlines() if "→" in row]
+    monkeypatch.setattr(records, "load", lambda _: record("llama", 0.05))
+    rows = [row for row in quality_tables.switches().splitlines() if "→" in row]
     assert len(rows) == 2 * len(OPTIONS.rules)
     assert f"{kl_of(record('llama', 0.05), 'provenance')[0]:.3f}" in rows[0]
-    monkeypatch.setattr(tables, "load", lambda _: None)
-    assert tables.switches() == "Not measured yet.\n"
+    monkeypatch.setattr(records, "load", lambda _: None)
+    assert quality_tables.switches() == "Not measured yet.\n"

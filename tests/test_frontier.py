@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvlingo.frontier as frontier_module
-from bench import tables
+from bench import quality_tables, records
 from kvlingo.anchors import Anchors
 from kvlingo.cost import TargetCost, attention_flops, handoff_flops, pass_flops, plan_flops
 from kvlingo.errors import BadInput
@@ -316,11 +316,11 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_the_tables_show_the_frontier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "load", lambda name: record() if name == "frontier-smollm2-gemma" else None)
-    rows = tables.frontier().splitlines()[2:]
+    monkeypatch.setattr(records, "load", lambda name: record() if name == "frontier-smollm2-gemma" else None)
+    rows = quality_tables.frontier().splitlines()[2:]
     best = [p for p in record()["contexts"][0]["points"] if p["on_frontier"]]
     assert len(rows) == 4 + len(best) + 2
     assert any(row.startswith(f"| SmolLM2 → Gemma | 40 | {best[0]['name']} | ") for row in rows)
-    assert len(tables.selection().splitlines()) == 2 + len(record()["contexts"][0]["selection"])
-    monkeypatch.setattr(tables, "load", lambda _: None)
-    assert tables.frontier() == tables.selection() == "Not measured yet.\n"
+    assert len(quality_tables.selection().splitlines()) == 2 + len(record()["contexts"][0]["selection"])
+    monkeypatch.setattr(records, "load", lambda _: None)
+    assert quality_tables.frontier() == quality_tables.selection() == "Not measured yet.\n"
