@@ -1,6 +1,7 @@
 """The quality tables: SmolLM2-135M-Instruct and Gemma-3-270M, and relatives of SmolLM2, on the Debian corpora.
 
     python -m bench.quality fit        --direction smollm2-gemma --work DIR
+    python -m bench.quality fit        --direction smollm2-gemma --work DIR --alike
     python -m bench.quality distill    --direction smollm2-gemma --work DIR --minutes 27
     python -m bench.quality distill    --direction smollm2-gemma --work DIR --control --steps N
     python -m bench.quality distill    --direction smollm2-gemma --work DIR --longer --minutes 60
@@ -49,6 +50,7 @@ from kvlingo.texts import Document, split_documents
 from kvlingo.translator import Translator
 from kvlingo.trials import confidence_lines
 
+DISTILLED = ("distilled", "distilled_longer")  # the second goes on from the first
 DIRECTIONS = ("smollm2-gemma", "gemma-smollm2", "sibling-full", "full-sibling", "base-tuned", "tuned-base")
 SIBLINGS = {"sibling": "healed", "tuned": "tuned"}  # of SmolLM2, which is called full or base beside them
 TOKENS = {"smollm2-gemma": 200_000}
@@ -57,6 +59,8 @@ FIT = FitOptions(
     shift=0,
     source_lags=(0, 1),
     embedding_lags=(0, 1, 2),
+    shared_weight=8.0,
+    shared_tokens=16,
     dampings=(1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4),
     held_out_examples=16,
 )
@@ -108,6 +112,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sibling", type=Path, help="what `bench.sibling shrink` made; the cache's if not given")
     parser.add_argument("--tuned", type=Path, help="what `bench.sibling tune` made; the cache's if not given")
     parser.add_argument("--dtype", default="bfloat16" if torch.cpu._is_amx_tile_supported() else "float32")
+    parser.add_argument("--alike", action="store_true", help="fit with every error counting alike, to compare with")
     parser.add_argument("--control", action="store_true", help="distil the token-only control instead")
     parser.add_argument("--longer", action="store_true", help="go on from the distilled translator, at greater lengths")
     parser.add_argument("--minutes", type=float)
@@ -165,21 +170,24 @@ def training_documents(arguments: argparse.Namespace) -> list[Document]:
 
 def fit_options(arguments: argparse.Namespace) -> FitOptions:
     """Return what to fit of a direction."""
-    return replace(FIT, tokens=TOKENS.get(arguments.direction, USUAL_TOKENS))
+    options = replace(FIT, tokens=TOKENS.get(arguments.direction, USUAL_TOKENS))
+    return replace(options, shared_weight=0.0) if arguments.alike else options
 
 
 def run_fit(arguments: argparse.Namespace) -> None:
-    """Fit the translator and its two controls from the same statistics."""
+    """Fit the translator and its two controls from the same statistics; with --alike the translator alone, from its own."""
     source, target = models(arguments, arguments.dtype)
     options = fit_options(arguments)
     started = time.monotonic()
-    fitted = fit(
-        source, target, training_documents(arguments), options, work_dir=arguments.work / "statistics", progress=tell
-    )
+    statistics = arguments.work / ("statistics_alike" if arguments.alike else "statistics")
+    fitted = fit(source, target, training_documents(arguments), options, work_dir=statistics, progress=tell)
     config = base_config(source, target, options)
-    save(arguments.work / "ridge", fitted.translator, source, target, {"fit": asdict(options)})
-    for name, shape in (("token_only", source_free(config)), ("no_text", text_free(config))):
-        save(arguments.work / name, control(shape, fitted, target), source, target, {"fit": asdict(options)})
+    found = {"ridge_alike" if arguments.alike else "ridge": fitted.translator}
+    if not arguments.alike:
+        found["token_only"] = control(source_free(config), fitted, target)
+        found["no_text"] = control(text_free(config), fitted, target)
+    for name, translator in found.items():
+        save(arguments.work / name, translator, source, target, {"fit": asdict(options)})
     finish(arguments, fit_record(fitted, time.monotonic() - started, arguments.dtype))
 
 
@@ -250,12 +258,13 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
 
 
 def made(work: Path) -> tuple[Translator, Controls]:
-    """Load what the steps before made: the distilled translator (the ridge one without it), and all that stands beside it."""
+    """Load what the steps before made: the translator distilled longest (or the ridge one), and all that stands beside it."""
     found: dict[str, Translator] = {}
-    for name in ("ridge", "distilled", "distilled_longer", "token_only", "no_text", "token_only_distilled"):
+    for name in ("ridge", "ridge_alike", *DISTILLED, "token_only", "no_text", "token_only_distilled"):
         if (work / name).is_dir():
             found[name] = load_translator(work / name)[0].eval()
-    translator = found.pop("distilled", None) or found["ridge"]
+    best = next((name for name in reversed(DISTILLED) if name in found), "ridge")
+    translator = found[best] if best == "ridge" else found.pop(best)
     return translator, Controls(found.pop("token_only", None), found.pop("no_text", None), found)
 
 

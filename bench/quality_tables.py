@@ -7,7 +7,9 @@ from bench import records
 ARMS = {
     "native": "its own cache (re-prefill)",
     "translated": "**translated, distilled**",
+    "distilled": "distilled, before it went on at greater lengths",
     "ridge": "translated, ridge only",
+    "ridge_alike": "ridge, shared errors counting like others",
     "no_text": "ridge, no text features",
     "token_only_distilled": "token only, distilled alike",
     "token_only": "token only, ridge (no source cache)",

@@ -6,9 +6,10 @@ Knows examples, features and the file the sums are kept in. Does not know what i
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -49,7 +50,11 @@ class Collector:
             (a, f"target/{layer}") for layer, choices in enumerate(per_layer) for blocks in choices for a in blocks
         }
         dims = {name: config.width(name) for name in self.features} | outputs
-        return GramStats(dims, pairs, tuple(outputs))
+        if self.options.shared_weight:
+            dims |= {key_squares(layer): config.target.layers[layer].key_width for layer in self.normed_layers()}
+        stats = GramStats(dims, pairs, tuple(outputs))
+        stats.lift = self.options.shared_lift
+        return stats
 
     def collect(
         self,
@@ -98,7 +103,10 @@ class Collector:
 
     def key(self, tokens: int) -> str:
         """Identify what the statistics of `tokens` tokens depend on, but for the texts."""
-        facts = [self.source.fingerprint, self.target.fingerprint, tokens, asdict(self.options), "kinds in turn"]
+        options = asdict(self.options)
+        if not self.options.shared_weight:  # what older versions summed
+            options = {k: v for k, v in options.items() if not k.startswith("shared_")}
+        facts = [self.source.fingerprint, self.target.fingerprint, tokens, options, "kinds in turn"]
         if self.options.shift:
             facts.append("products within windows")
         return json.dumps(facts, sort_keys=True, default=str)
@@ -152,7 +160,41 @@ class Collector:
         for layer in range(len(self.config.target)):
             outputs = target_kv.flat(layer)[0][start:stop]
             found[f"target/{layer}"] = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        return found
+        return found if not self.options.shared_weight else self.lifted(found, stop - start)
+
+    def lifted(self, rows: Mapping[str, Tensor], tokens: int) -> dict[str, Tensor]:
+        """Lift what neighbours share; how large keys are, which the target's norm goes by, is told as it was."""
+        pieces, shapes = pieces_of(tokens, self.options.shared_tokens), self.config.target.layers
+        squares = {
+            key_squares(layer): rows[f"target/{layer}"][:, : shapes[layer].key_width].square()
+            for layer in self.normed_layers()
+        }
+        return {name: lifted(x, pieces, self.options.shared_lift) for name, x in rows.items()} | squares
+
+    def normed_layers(self) -> list[int]:
+        """Return the target layers whose keys end in a norm."""
+        return [layer for layer, weight in enumerate(self.target.key_norms) if weight is not None]
+
+
+def key_squares(layer: int) -> str:
+    """Name the block of the squares of a target layer's keys: their sums are kept and no products."""
+    return f"key squares/{layer}"
+
+
+def pieces_of(tokens: int, size: int) -> list[int]:
+    """Cut some tokens into pieces of `size` or, to leave no rest, a little more; return the length of each."""
+    count = max(1, tokens // size)
+    ends = [tokens * number // count for number in range(count + 1)]
+    return [last - first for first, last in itertools.pairwise(ends)]
+
+
+def lifted(rows: Tensor, pieces: Sequence[int], lift: float) -> Tensor:
+    """Return rows [tokens, columns] whose mean over each piece is `lift` times what it was; what is a token's own stays.
+
+    A regression of lifted outputs on lifted features weighs the two parts of its errors so (`FitOptions.shared_lift`).
+    """
+    means = [part.mean(0, keepdim=True).expand(len(part), -1) for part in rows.split(list(pieces))]
+    return rows + (lift - 1) * torch.cat(means)
 
 
 def product_dtype(source: LanguageModel, target: LanguageModel) -> torch.dtype:

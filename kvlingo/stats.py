@@ -109,13 +109,14 @@ class GramStats:
         squares: blocks whose per-column sum of squares is kept (outputs).
 
     Fields:
+        lift: what all means are multiplied by in the rows that are added (`kvlingo.collecting.lifted`).
         multiplied_in: dtype of the products of some thousand tokens, which are summed in float64 whatever it is. With float32
             they are made of columns less their means, so that what is far from 0 loses nothing: good for columns that are
             themselves known to fewer digits than float32 has.
     """
 
     def __init__(self, dims: Mapping[str, int], pairs: Iterable[tuple[str, str]], squares: Sequence[str]) -> None:
-        self.dims, self.multiplied_in = dict(dims), torch.float64
+        self.dims, self.multiplied_in, self.lift = dict(dims), torch.float64, 1.0
         self.partners = partners_in_order(tuple(self.dims), pairs)
         self.columns = column_ranges(self.dims)
         self._waiting: list[dict[str, Tensor]] = []
@@ -237,6 +238,11 @@ class GramStats:
         for name, x in mine.items():
             x.copy_(state[name])
 
+    def mean(self, name: str) -> Tensor:
+        """Return the mean of a block that is not lifted: [columns]."""
+        self.flush()
+        return self.sums[name] / max(self.summed_tokens, 1)
+
     def product(self, a: str, b: str) -> Tensor:
         """Return aᵀb, uncentred: [columns of a, columns of b]."""
         if b not in self.partners.get(a, ()):
@@ -275,7 +281,9 @@ class GramStats:
         mean = torch.cat([self.sums[a] for a in features]) / n
         out_mean, out_square = self.sums[output] / n, self.squares[output] / n
         mu, scale, nu = (
-            (mean, None, out_mean) if like is None else (like.feature_mean, like.feature_scale, like.output_mean)
+            (mean, None, out_mean)
+            if like is None
+            else (like.feature_mean * self.lift, like.feature_scale, like.output_mean * self.lift)
         )
         # In place: these are the largest matrices of a fit, and made anew for every layer and window.
         gram = raw.addr_(mean, mu, alpha=-1).addr_(mu, mean, alpha=-1).addr_(mu, mu)
@@ -286,4 +294,7 @@ class GramStats:
             # A column that never moves carries nothing: scale 1 leaves it at 0 after centring.
             scale = torch.where(scale > 1e-12 * scale.max().clamp(min=1e-300), scale, torch.ones_like(scale))
         gram.div_(scale[:, None]).div_(scale)
-        return Moments(gram, cross.div_(scale[:, None]), mu, scale, nu, variance, self.tokens)
+        cross.div_(scale[:, None])
+        if like is None:
+            mu, nu = mu / self.lift, nu / self.lift
+        return Moments(gram, cross, mu, scale, nu, variance, self.tokens)

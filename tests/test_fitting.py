@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kvlingo import stats as stats_module
-from kvlingo.collecting import Collector, counted_tokens, product_dtype
+from kvlingo.collecting import Collector, counted_tokens, pieces_of, product_dtype
 from kvlingo.corpus import examples, random_examples
 from kvlingo.errors import BadInput, IncompatiblePair
 from kvlingo.fitting import Fit, control, fit, solve_layers
@@ -26,7 +26,7 @@ from kvlingo.language_model import read
 from kvlingo.shapes import FitOptions, base_config, candidate_centres, source_free, text_free
 from kvlingo.stats import GramStats
 from kvlingo.texts import Document
-from kvlingo.translator import HeadwiseMap, LinearMap, LowRankMap, MapKind, feature_blocks
+from kvlingo.translator import HeadwiseMap, LayerMap, LinearMap, LowRankMap, MapKind, feature_blocks
 from tests import tiny
 from tests.tiny import unrelated_pair as pair
 
@@ -272,32 +272,92 @@ def test_text_is_not_counted_when_the_source_alone_is_read() -> None:
 # --- what is fitted --------------------------------------------------------------------------------------------------
 
 
-def test_each_layer_s_map_is_the_regression_of_the_definition() -> None:
-    """The whole of fit() against least squares on the collected columns themselves."""
-    source, target = pair()
-    result = fit(source, target, tiny.documents(), options(dampings=(1e-3,), key_norm=False))
-    translator = result.translator
+def columns_of(result: Fit) -> dict[str, list[Tensor]]:
+    """Return the columns that a fit has read, text by text, as models give them."""
+    collector = Collector(*pair(), result.translator.config, replace(result.options, shared_weight=0.0))
     training = [d for d in tiny.documents() if d not in result.held_out_documents]
-    collector = Collector(source, target, translator.config, result.options)
     columns: dict[str, list[Tensor]] = {}
-    seen = 0
-    for example in collector._examples(training):
-        if seen >= OPTIONS.tokens:
-            break
+    for example in collector.pieces(training, result.options.tokens):
         for name, x in collector.blocks(example).items():
             columns.setdefault(name, []).append(x.double())
-        seen += len(columns["target/0"][-1])
+    return columns
+
+
+@pytest.mark.parametrize("weight", [0.0, 4.0], ids=["alike", "shared"])
+def test_each_layer_s_map_is_the_regression_of_the_definition(weight: float) -> None:
+    """The whole of fit() against least squares on the collected columns themselves.
+
+    What neighbours share counts more by `weight`: as if each piece's mean were so many tokens more.
+    """
+    source, target = pair()
+    asked = options(dampings=(1e-3,), key_norm=False, shared_weight=weight, shared_tokens=8)
+    result = fit(source, target, tiny.documents(), asked)
+    translator, columns = result.translator, columns_of(result)
     table = {name: torch.cat(parts) for name, parts in columns.items()}
+    pieces = [n for part in columns["target/0"] for n in pieces_of(len(part), 8)]
+    assert sum(pieces) == len(table["target/0"])
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        shared = [x.mean(0) for x in a.split(pieces)], [x.mean(0) for x in b.split(pieces)]
+        lengths = torch.tensor(pieces, dtype=torch.float64)[:, None]
+        return a.T @ b + weight * torch.stack(shared[0]).T @ (torch.stack(shared[1]) * lengths)
+
     for layer in (1, 3):
         x = torch.cat([table[b] for b in translator.config.blocks(layer)], 1)
         y = table[f"target/{layer}"]
-        mean, scale = x.mean(0), x.std(0, unbiased=False)
-        z = (x - mean) / torch.where(scale > 1e-12 * scale.max(), scale, torch.ones_like(scale))
-        gram = z.T @ z + 1e-3 * len(z) * torch.eye(z.shape[1], dtype=torch.float64)
-        wanted = z @ torch.linalg.solve(gram, z.T @ (y - y.mean(0))) + y.mean(0)
+        z, moved = x - x.mean(0), y - y.mean(0)
+        square = product(z, z) / len(z)
+        scale = square.diagonal().sqrt()
+        scale = torch.where(scale > 1e-12 * scale.max(), scale, torch.ones_like(scale))
+        gram = square / torch.outer(scale, scale) + 1e-3 * torch.eye(z.shape[1], dtype=torch.float64)
+        weights = torch.linalg.solve(gram, product(z, moved) / len(z) / scale[:, None])
+        wanted = z / scale @ weights + y.mean(0)
         keys, values = translator.maps[str(layer)](x.float())
         got = torch.cat([part[0].transpose(0, 1).flatten(1) for part in (keys, values)], 1)
         torch.testing.assert_close(got.double(), wanted, atol=2e-3, rtol=0)
+
+
+def test_shared_errors_become_smaller_where_they_count_more() -> None:
+    plain, shared = (fit(*pair(), tiny.documents(), options(key_norm=False, shared_weight=w)) for w in (0.0, 30.0))
+    columns = columns_of(plain)
+    pieces = [n for part in columns["target/0"] for n in pieces_of(len(part), OPTIONS.shared_tokens)]
+    found = []
+    for result in (plain, shared):
+        x = torch.cat([torch.cat(columns[b]) for b in result.translator.config.blocks(3)], 1)
+        keys, values = result.translator.maps["3"](x.float())
+        error = torch.cat([part[0].transpose(0, 1).flatten(1) for part in (keys, values)], 1).double()
+        error -= torch.cat(columns["target/3"])
+        found.append(float(torch.stack([e.mean(0) for e in error.split(pieces)]).square().mean()))
+    assert found[1] < found[0]
+
+
+def test_the_target_s_norm_goes_by_keys_as_they_are() -> None:
+    """Lifted keys are larger; the scale of the norm that ends a map must not grow with them."""
+    target = tiny.language_model("gemma3")
+    assert any(weight is not None for weight in target.key_norms)
+    source = tiny.language_model("llama")
+    plain, shared = (
+        fit(source, target, tiny.documents(), options(key_norm=True, shared_weight=w)).translator for w in (0.0, 9.0)
+    )
+    norms = 0
+    for name, one in plain.maps.items():
+        other = shared.maps[name]
+        assert isinstance(one, LayerMap)
+        assert isinstance(other, LayerMap)
+        if one.norm_kind is not None:
+            norms += 1
+            torch.testing.assert_close(other.key_norm_weight, one.key_norm_weight)
+    assert norms
+
+
+def test_statistics_without_lifted_rows_are_those_of_older_versions() -> None:
+    """Who fitted before there was such an option can still distil from what was kept."""
+    source, target = pair()
+    config = base_config(source, target, OPTIONS)
+    plain, lifted_ones = (Collector(source, target, config, options(shared_weight=w)) for w in (0.0, 1.0))
+    assert "shared_" not in plain.key(100)
+    assert "shared_" in lifted_ones.key(100)
+    assert (plain.empty().lift, lifted_ones.empty().lift) == (1.0, pytest.approx(2**0.5))
 
 
 def test_a_fit_tells_what_it_chose() -> None:

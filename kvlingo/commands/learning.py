@@ -60,6 +60,9 @@ def fit(
     ] = None,
     context: Annotated[str, typer.Option(help="Lengths of the pieces to read, in target tokens.")] = "192,512,1024",
     chat_share: Annotated[float, typer.Option(min=0, max=1, help="Share of pieces rendered in chat templates.")] = 0.15,
+    shared_weight: Annotated[
+        float, typer.Option(min=0, help="How much more an error counts that neighbouring tokens share.")
+    ] = 0.0,
     dtype: Dtype = None,
     device: Device = None,
     store: Annotated[Storage, typer.Option(help="How to store the weights.")] = Storage.float32,
@@ -76,6 +79,7 @@ def fit(
         "reach": reach,
         "context_tokens": numbers(context, "--context"),
         "chat_share": chat_share,
+        "shared_weight": shared_weight,
         "seed": seed,
         **({} if map_kind is Map.auto else {"map_kind": map_kind.value}),
         **({} if damping is None else {"dampings": (damping,)}),
