@@ -1,7 +1,8 @@
 """The quality tables: SmolLM2-135M-Instruct and Gemma-3-270M, and relatives of SmolLM2, on the Debian corpora.
 
     python -m bench.quality fit        --direction smollm2-gemma --work DIR
-    python -m bench.quality fit        --direction smollm2-gemma --work DIR --alike
+    python -m bench.quality fit        --direction smollm2-gemma --work DIR --shared
+    python -m bench.quality distill    --direction smollm2-gemma --work DIR --shared --minutes 27
     python -m bench.quality distill    --direction smollm2-gemma --work DIR --minutes 27
     python -m bench.quality distill    --direction smollm2-gemma --work DIR --control --steps N
     python -m bench.quality distill    --direction smollm2-gemma --work DIR --longer --minutes 60
@@ -51,6 +52,8 @@ from kvlingo.translator import Translator
 from kvlingo.trials import confidence_lines
 
 DISTILLED = ("distilled", "distilled_longer")  # the second goes on from the first
+BESIDE = ("ridge", "ridge_shared", "distilled_shared", "token_only_distilled")
+SHARED_WEIGHT = 8.0
 DIRECTIONS = ("smollm2-gemma", "gemma-smollm2", "sibling-full", "full-sibling", "base-tuned", "tuned-base")
 SIBLINGS = {"sibling": "healed", "tuned": "tuned"}  # of SmolLM2, which is called full or base beside them
 TOKENS = {"smollm2-gemma": 200_000}
@@ -59,8 +62,6 @@ FIT = FitOptions(
     shift=0,
     source_lags=(0, 1),
     embedding_lags=(0, 1, 2),
-    shared_weight=8.0,
-    shared_tokens=16,
     dampings=(1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4),
     held_out_examples=16,
 )
@@ -112,7 +113,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sibling", type=Path, help="what `bench.sibling shrink` made; the cache's if not given")
     parser.add_argument("--tuned", type=Path, help="what `bench.sibling tune` made; the cache's if not given")
     parser.add_argument("--dtype", default="bfloat16" if torch.cpu._is_amx_tile_supported() else "float32")
-    parser.add_argument("--alike", action="store_true", help="fit with every error counting alike, to compare with")
+    parser.add_argument(
+        "--shared", action="store_true", help="fit or distil the maps for which errors that neighbours share count more"
+    )
     parser.add_argument("--control", action="store_true", help="distil the token-only control instead")
     parser.add_argument("--longer", action="store_true", help="go on from the distilled translator, at greater lengths")
     parser.add_argument("--minutes", type=float)
@@ -171,19 +174,24 @@ def training_documents(arguments: argparse.Namespace) -> list[Document]:
 def fit_options(arguments: argparse.Namespace) -> FitOptions:
     """Return what to fit of a direction."""
     options = replace(FIT, tokens=TOKENS.get(arguments.direction, USUAL_TOKENS))
-    return replace(options, shared_weight=0.0) if arguments.alike else options
+    return replace(options, shared_weight=SHARED_WEIGHT) if arguments.shared else options
+
+
+def statistics_of(arguments: argparse.Namespace) -> Path:
+    """Return where a fit keeps its statistics."""
+    return Path(arguments.work) / ("statistics_shared" if arguments.shared else "statistics")
 
 
 def run_fit(arguments: argparse.Namespace) -> None:
-    """Fit the translator and its two controls from the same statistics; with --alike the translator alone, from its own."""
+    """Fit the translator and its two controls from the same statistics; with --shared the translator alone, from its own."""
     source, target = models(arguments, arguments.dtype)
     options = fit_options(arguments)
     started = time.monotonic()
-    statistics = arguments.work / ("statistics_alike" if arguments.alike else "statistics")
-    fitted = fit(source, target, training_documents(arguments), options, work_dir=statistics, progress=tell)
+    work = statistics_of(arguments)
+    fitted = fit(source, target, training_documents(arguments), options, work_dir=work, progress=tell)
     config = base_config(source, target, options)
-    found = {"ridge_alike" if arguments.alike else "ridge": fitted.translator}
-    if not arguments.alike:
+    found = {"ridge_shared" if arguments.shared else "ridge": fitted.translator}
+    if not arguments.shared:
         found["token_only"] = control(source_free(config), fitted, target)
         found["no_text"] = control(text_free(config), fitted, target)
     for name, translator in found.items():
@@ -210,10 +218,14 @@ def run_distill(arguments: argparse.Namespace) -> None:
     split = split_documents(
         training_documents(arguments), held_out_share=fitted_with.held_out_share, seed=fitted_with.seed
     )
-    stats = load_statistics(source, target, fitted_with, arguments.work / "statistics")
+    stats = load_statistics(source, target, fitted_with, statistics_of(arguments))
     if stats is None:
         sys.exit("no statistics of this pair: run the fit step first")
     start, name = ("token_only", "token_only_distilled") if arguments.control else ("ridge", "distilled")
+    if arguments.shared:
+        if arguments.control:
+            sys.exit("--shared and --control are two different maps to distil: give one of them")
+        start, name = "ridge_shared", "distilled_shared"
     if arguments.longer:
         start, name = name, f"{name}_longer"
     translator, _ = load_translator(arguments.work / start)
@@ -260,7 +272,7 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
 def made(work: Path) -> tuple[Translator, Controls]:
     """Load what the steps before made: the translator distilled longest (or the ridge one), and all that stands beside it."""
     found: dict[str, Translator] = {}
-    for name in ("ridge", "ridge_alike", *DISTILLED, "token_only", "no_text", "token_only_distilled"):
+    for name in (*DISTILLED, *BESIDE, "token_only", "no_text"):
         if (work / name).is_dir():
             found[name] = load_translator(work / name)[0].eval()
     best = next((name for name in reversed(DISTILLED) if name in found), "ridge")

@@ -6,7 +6,6 @@ Knows examples, features and the file the sums are kept in. Does not know what i
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from kvlingo.corpus import Example, examples, require_examples
 from kvlingo.language_model import LanguageModel, read_padded
 from kvlingo.processes import ALONE, Processes
 from kvlingo.shapes import FitOptions, base_config, candidate_choices, feature_names
-from kvlingo.stats import GramStats, load_tensors, save_tensors
+from kvlingo.stats import GramStats, load_tensors, pieces_of, save_tensors
 from kvlingo.texts import Document
 from kvlingo.timing import give_back_memory
 from kvlingo.translator import TranslatorConfig, dense, feature_blocks
@@ -50,11 +49,18 @@ class Collector:
             (a, f"target/{layer}") for layer, choices in enumerate(per_layer) for blocks in choices for a in blocks
         }
         dims = {name: config.width(name) for name in self.features} | outputs
-        if self.options.shared_weight:
-            dims |= {key_squares(layer): config.target.layers[layer].key_width for layer in self.normed_layers()}
-        stats = GramStats(dims, pairs, tuple(outputs))
-        stats.lift = self.options.shared_lift
-        return stats
+        return GramStats(dims, pairs, tuple(outputs), self._shared(dims, per_layer))
+
+    def _shared(self, dims: Mapping[str, int], per_layer: Sequence[Sequence[tuple[str, ...]]]) -> GramStats | None:
+        """Return sums over pieces for the layers without a window; None where every error counts alike."""
+        whole = [layer for layer, shape in enumerate(self.config.target.layers) if shape.window is None]
+        if not self.options.shared_weight or not whole:
+            return None
+        choices = [(f"target/{layer}", blocks) for layer in whole for blocks in per_layer[layer]]
+        pairs = {(a, b) for output, blocks in choices for a in blocks for b in (*blocks, output)}
+        read = {name for output, blocks in choices for name in (*blocks, output)}
+        outputs = tuple(f"target/{layer}" for layer in whole)
+        return GramStats({name: width for name, width in dims.items() if name in read}, pairs, outputs)
 
     def collect(
         self,
@@ -71,7 +77,7 @@ class Collector:
         """
         saved = SavedStats(work_dir if processes.is_first else None, what, self.key(tokens), digest_of(documents))
         stats = self.empty()
-        stats.multiplied_in = product_dtype(self.source, self.target)
+        stats.multiply_in(product_dtype(self.source, self.target))
         done = processes.told(saved.restore(stats))
         read = 0
         try:
@@ -81,7 +87,7 @@ class Collector:
                 if number <= done:
                     continue
                 if processes.takes(number):
-                    stats.add(self.blocks(example))
+                    stats.add(self.blocks(example), pieces_of(stop - start, self.options.shared_tokens))
                 done = number
                 if number % GIVE_BACK_EVERY == 0:
                     give_back_memory()
@@ -160,41 +166,7 @@ class Collector:
         for layer in range(len(self.config.target)):
             outputs = target_kv.flat(layer)[0][start:stop]
             found[f"target/{layer}"] = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        return found if not self.options.shared_weight else self.lifted(found, stop - start)
-
-    def lifted(self, rows: Mapping[str, Tensor], tokens: int) -> dict[str, Tensor]:
-        """Lift what neighbours share; how large keys are, which the target's norm goes by, is told as it was."""
-        pieces, shapes = pieces_of(tokens, self.options.shared_tokens), self.config.target.layers
-        squares = {
-            key_squares(layer): rows[f"target/{layer}"][:, : shapes[layer].key_width].square()
-            for layer in self.normed_layers()
-        }
-        return {name: lifted(x, pieces, self.options.shared_lift) for name, x in rows.items()} | squares
-
-    def normed_layers(self) -> list[int]:
-        """Return the target layers whose keys end in a norm."""
-        return [layer for layer, weight in enumerate(self.target.key_norms) if weight is not None]
-
-
-def key_squares(layer: int) -> str:
-    """Name the block of the squares of a target layer's keys: their sums are kept and no products."""
-    return f"key squares/{layer}"
-
-
-def pieces_of(tokens: int, size: int) -> list[int]:
-    """Cut some tokens into pieces of `size` or, to leave no rest, a little more; return the length of each."""
-    count = max(1, tokens // size)
-    ends = [tokens * number // count for number in range(count + 1)]
-    return [last - first for first, last in itertools.pairwise(ends)]
-
-
-def lifted(rows: Tensor, pieces: Sequence[int], lift: float) -> Tensor:
-    """Return rows [tokens, columns] whose mean over each piece is `lift` times what it was; what is a token's own stays.
-
-    A regression of lifted outputs on lifted features weighs the two parts of its errors so (`FitOptions.shared_lift`).
-    """
-    means = [part.mean(0, keepdim=True).expand(len(part), -1) for part in rows.split(list(pieces))]
-    return rows + (lift - 1) * torch.cat(means)
+        return found
 
 
 def product_dtype(source: LanguageModel, target: LanguageModel) -> torch.dtype:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlingo.collecting import Collector, Progress, key_squares
+from kvlingo.collecting import Collector, Progress
 from kvlingo.errors import UnsupportedModel
 from kvlingo.judging import frozen_parts, held_out_examples, judged_kl
 from kvlingo.language_model import LanguageModel
@@ -85,17 +85,13 @@ def fit(
 
 @dataclass(frozen=True)
 class Solution:
-    """One layer's ridge: what it reads, its map in standardised coordinates, and its held-out error.
-
-    `key_squares`: the keys' mean squares [key width] where the moments don't say them, because they are of lifted rows.
-    """
+    """One layer's ridge: what it reads, its map in standardised coordinates, and its held-out error."""
 
     source_layers: tuple[int, ...]
     moments: Moments
     damping: float
     weight: Tensor
     error: float
-    key_squares: Tensor | None = None
 
 
 Solved = dict[int, tuple[Solution, Solution]]
@@ -114,20 +110,18 @@ def solve_layers(
     solved: Solved = {}
     for layer in range(config.first_layer, len(config.target)):
         shift = options.shift if config.source_layers[layer] else 0
-        name = key_squares(layer)
-        squares = stats.mean(name) if name in stats.dims else None
         proportional_one = best = None
         for centre in candidate_centres(config, layer, shift):
             chosen = window(centre, options.reach, len(config.source)) if config.source_layers[layer] else ()
             blocks = with_layers(config, layer, chosen).blocks(layer)
-            moments = stats.moments(blocks, f"target/{layer}")
-            judge = held_out.moments(blocks, f"target/{layer}", like=moments)
+            moments = stats.moments(blocks, f"target/{layer}", shared_weight=options.shared_weight)
+            judge = held_out.moments(blocks, f"target/{layer}", like=moments, shared_weight=options.shared_weight)
             # Neighbouring windows want the same damping: search it once.
             dampings = options.dampings if best is None else (best.damping,)
             damping, weight, error = choose_damping(moments, judge, dampings)
             # A linear map is made of its weight: the products, which are kept for every layer, would be gigabytes.
             kept = moments.without_products() if config.map_kind == "linear" else moments
-            solution = Solution(chosen, kept, damping, weight, error, squares)
+            solution = Solution(chosen, kept, damping, weight, error)
             proportional_one = proportional_one or solution
             best = solution if best is None or error < best.error else best
         assert proportional_one is not None
@@ -211,10 +205,7 @@ def before_norm(solution: Solution, norm_weight: Tensor, layer_map: LayerMap) ->
         output_mean=moments.output_mean * scale,
         output_variance=moments.output_variance * scale.square(),
     )
-    squares = solution.key_squares
-    if squares is None:
-        squares = (moments.output_variance + moments.output_mean.square())[: shape.key_width]
-    square = (squares * scale[: shape.key_width].square()).mean()
+    square = (scaled.output_variance + scaled.output_mean.square())[: shape.key_width].mean()
     return replace(solution, moments=scaled, weight=solution.weight * scale), norm_weight * square.sqrt()
 
 

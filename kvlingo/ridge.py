@@ -49,7 +49,7 @@ def solve(moments: Moments, damping: float) -> Tensor:
 def unexplained(weight: Tensor, held_out: Moments) -> Tensor:
     """Return each output's mean squared error on other data, given as moments in the same coordinates: [outputs]."""
     fit = (weight * (held_out.gram @ weight)).sum(0) - 2 * (weight * held_out.cross).sum(0)
-    return (held_out.output_variance + fit).clamp(min=0)
+    return (held_out.judged_variance + fit).clamp(min=0)
 
 
 def choose_damping(
@@ -74,7 +74,7 @@ def choose_damping(
 
 def relative_error(weight: Tensor, held_out: Moments) -> float:
     """Return the held-out error averaged over outputs, each as a share of its variance."""
-    variance = held_out.output_variance
+    variance = held_out.judged_variance
     moving = variance > 1e-12 * variance.max().clamp(min=1e-300)
     if not bool(moving.any()):
         return 0.0

@@ -5,7 +5,6 @@ Knows which source layers and features a target layer may read. Does not know st
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -30,7 +29,10 @@ class FitOptions:
         tokens: target tokens to read; the rest of the text is left.
         context_tokens: lengths of the pieces the text is read in.
         held_out_share: share of the documents' clusters kept for choosing; held_out_examples of them are judged by KL.
-        shared_weight: how much more an error counts that neighbouring tokens share, `shared_tokens` of them: see `shared_lift`.
+        shared_weight: how much more an error counts that `shared_tokens` neighbouring tokens share, in layers without a window.
+            Ridge then minimises Σ_t |e_t|² + shared_weight · Σ_pieces m |ē|², where ē is the mean error of the m tokens of a
+            piece. Attention averages over tokens: errors of their own cancel there, shared ones do not; and an offset that many
+            keys have in common moves attention between all of them and the tokens that the target has read itself.
         key_norm: whether keys end in the target's own key norm, where it has one; None lets held-out KL choose.
     """
 
@@ -45,22 +47,12 @@ class FitOptions:
     context_tokens: tuple[int, ...] = (192, 512, 1024)
     chat_share: float = 0.15
     shared_weight: float = 0.0
-    shared_tokens: int = 64
+    shared_tokens: int = 16
     dampings: tuple[float, ...] = DAMPINGS
     held_out_share: float = 0.1
     held_out_examples: int = 8
     key_norm: bool | None = None
     seed: int = 0
-
-    @property
-    def shared_lift(self) -> float:
-        """Return by what the part of features and outputs is multiplied that neighbouring tokens share.
-
-        So ridge minimises Σ_t |e_t|² + shared_weight · Σ_pieces m |ē|², where ē is the mean error of the m ≈ `shared_tokens`
-        tokens of a piece. Attention averages over tokens: errors of their own cancel there, shared ones do not; and an offset
-        that many keys have in common moves attention between all of them and the tokens that the target has read itself.
-        """
-        return math.sqrt(1 + self.shared_weight)
 
 
 def options_from_json(data: Mapping[str, Any]) -> FitOptions:

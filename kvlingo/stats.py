@@ -58,6 +58,7 @@ class Moments:
         gram: [features, features] correlation matrix of the features.
         cross: [features, outputs] covariance of standardised features and outputs.
         feature_mean, feature_scale: [features]; output_mean: [outputs]; output_variance: [outputs].
+        weighed_variance: [outputs], the variance as gram and cross weigh it; None where all tokens count alike.
     """
 
     gram: Tensor
@@ -67,6 +68,12 @@ class Moments:
     output_mean: Tensor
     output_variance: Tensor
     tokens: int
+    weighed_variance: Tensor | None = None
+
+    @property
+    def judged_variance(self) -> Tensor:
+        """Return the outputs' variance that errors are shares of: [outputs]."""
+        return self.output_variance if self.weighed_variance is None else self.weighed_variance
 
     def without_products(self) -> Moments:
         """Return the means, scales and variances alone."""
@@ -107,16 +114,22 @@ class GramStats:
         dims: columns of each block.
         pairs: the block pairs (a, b), in either order, whose product aᵀb is kept.
         squares: blocks whose per-column sum of squares is kept (outputs).
+        shared: sums over the means of pieces of neighbouring tokens, of some of the blocks (`moments` with a `shared_weight`).
 
     Fields:
-        lift: what all means are multiplied by in the rows that are added (`kvlingo.collecting.lifted`).
         multiplied_in: dtype of the products of some thousand tokens, which are summed in float64 whatever it is. With float32
             they are made of columns less their means, so that what is far from 0 loses nothing: good for columns that are
             themselves known to fewer digits than float32 has.
     """
 
-    def __init__(self, dims: Mapping[str, int], pairs: Iterable[tuple[str, str]], squares: Sequence[str]) -> None:
-        self.dims, self.multiplied_in, self.lift = dict(dims), torch.float64, 1.0
+    def __init__(
+        self,
+        dims: Mapping[str, int],
+        pairs: Iterable[tuple[str, str]],
+        squares: Sequence[str],
+        shared: GramStats | None = None,
+    ) -> None:
+        self.dims, self.multiplied_in, self.shared = dict(dims), torch.float64, shared
         self.partners = partners_in_order(tuple(self.dims), pairs)
         self.columns = column_ranges(self.dims)
         self._waiting: list[dict[str, Tensor]] = []
@@ -129,8 +142,14 @@ class GramStats:
             for a, bs in self.partners.items()
         }
 
-    def add(self, blocks: Mapping[str, Tensor]) -> None:
-        """Add tokens: every block is [tokens, columns].
+    def multiply_in(self, dtype: torch.dtype) -> None:
+        """Set the dtype of products (`multiplied_in`)."""
+        self.multiplied_in = dtype
+        if self.shared is not None:
+            self.shared.multiply_in(dtype)
+
+    def add(self, blocks: Mapping[str, Tensor], pieces: Sequence[int] = ()) -> None:
+        """Add tokens: every block is [tokens, columns]; `pieces`: how they are cut for `shared`, lengths in order.
 
         Tokens are kept back until there are enough for one large product: the sums are far larger than a text's columns,
         and touching them for every text would cost more than the arithmetic. Ctrl-C in the middle leaves `is_whole` False:
@@ -138,12 +157,19 @@ class GramStats:
         """
         self.is_whole = False
         self._waiting.append({name: blocks[name].detach().to("cpu") for name in self.dims})
+        if self.shared is not None:
+            self.shared.add({name: piece_sums(blocks[name].detach(), pieces) for name in self.shared.dims})
         if sum(next(iter(b.values())).shape[0] for b in self._waiting) >= FLUSH_TOKENS:
-            self.flush()
+            self._flush_own()
         self.is_whole = True
 
     def flush(self) -> None:
         """Add what was kept back. Everything that reads the sums calls this first."""
+        self._flush_own()
+        if self.shared is not None:
+            self.shared.flush()
+
+    def _flush_own(self) -> None:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
@@ -220,7 +246,10 @@ class GramStats:
     def _tensors(self) -> dict[str, Tensor]:
         # Named for the order of their columns: sums of another order must not be taken for these.
         groups = {"sum": self.sums, "square": self.squares, "product-in-order": self.products}
-        return {f"{group}:{name}": x for group, named in groups.items() for name, x in named.items()}
+        found = {f"{group}:{name}": x for group, named in groups.items() for name, x in named.items()}
+        if self.shared is not None:
+            found |= {f"shared:{name}": x for name, x in self.shared._tensors().items()}
+        return found
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all sums by name, for safetensors."""
@@ -235,13 +264,10 @@ class GramStats:
                 "saved statistics belong to another pair or other options; delete them, or use another folder"
             )
         self._waiting, self.summed_tokens, self.is_whole = [], int(state["tokens"]), True
+        if self.shared is not None:
+            self.shared._waiting = []
         for name, x in mine.items():
             x.copy_(state[name])
-
-    def mean(self, name: str) -> Tensor:
-        """Return the mean of a block that is not lifted: [columns]."""
-        self.flush()
-        return self.sums[name] / max(self.summed_tokens, 1)
 
     def product(self, a: str, b: str) -> Tensor:
         """Return aᵀb, uncentred: [columns of a, columns of b]."""
@@ -269,32 +295,75 @@ class GramStats:
                     whole[slice(*places[b]), slice(*places[a])] = part.T
         return whole
 
-    def moments(self, features: Sequence[str], output: str, *, like: Moments | None = None) -> Moments:
+    def moments(
+        self, features: Sequence[str], output: str, *, like: Moments | None = None, shared_weight: float = 0.0
+    ) -> Moments:
         """Return the second moments of some blocks.
 
-        With `like`, centre and scale as those other moments do (held-out data in the training data's coordinates).
+        Args:
+            like: centre and scale as those other moments do (held-out data in the training data's coordinates).
+            shared_weight: how much more the means of pieces count, where there are sums over these: gram and cross are the
+                weighted sums, so scaled that features have a mean square of 1. Means, scales and variances stay the tokens'.
         """
         self.flush()
         n = max(self.summed_tokens, 1)
-        raw = self._beside(features).div_(n)
-        raw_cross = torch.cat([self.product(a, output) for a in features], 0).div_(n)
-        mean = torch.cat([self.sums[a] for a in features]) / n
-        out_mean, out_square = self.sums[output] / n, self.squares[output] / n
-        mu, scale, nu = (
-            (mean, None, out_mean)
-            if like is None
-            else (like.feature_mean * self.lift, like.feature_scale, like.output_mean * self.lift)
-        )
-        # In place: these are the largest matrices of a fit, and made anew for every layer and window.
-        gram = raw.addr_(mean, mu, alpha=-1).addr_(mu, mean, alpha=-1).addr_(mu, mu)
-        cross = raw_cross.addr_(mean, nu, alpha=-1).addr_(mu, out_mean, alpha=-1).addr_(mu, nu)
-        variance = out_square - 2 * nu * out_mean + nu.square()
-        if scale is None:
+        mean, out_mean = torch.cat([self.sums[a] for a in features]) / n, self.sums[output] / n
+        mu, nu = (mean, out_mean) if like is None else (like.feature_mean, like.output_mean)
+        middle = (mean, mu, out_mean, nu)
+        gram, cross, variance = self._about(features, output, n, *middle)
+        if like is None:
             scale = gram.diagonal().clamp(min=0).sqrt()
             # A column that never moves carries nothing: scale 1 leaves it at 0 after centring.
             scale = torch.where(scale > 1e-12 * scale.max().clamp(min=1e-300), scale, torch.ones_like(scale))
+        else:
+            scale = like.feature_scale
+        weighed = None
+        if self.shared is not None and shared_weight and output in self.shared.dims:
+            more = self.shared._about(features, output, n, *middle)
+            for whole, part in zip((gram, cross), more, strict=False):
+                whole.add_(part, alpha=shared_weight)
+            weighed = variance + shared_weight * more[2]
         gram.div_(scale[:, None]).div_(scale)
         cross.div_(scale[:, None])
-        if like is None:
-            mu, nu = mu / self.lift, nu / self.lift
-        return Moments(gram, cross, mu, scale, nu, variance, self.tokens)
+        if weighed is not None:
+            size = gram.diagonal().mean()
+            gram.div_(size)
+            cross.div_(size)
+            weighed = weighed / size
+        return Moments(gram, cross, mu, scale, nu, variance, self.tokens, weighed)
+
+    def _about(
+        self,
+        features: Sequence[str],
+        output: str,
+        tokens: int,
+        mean: Tensor,
+        mu: Tensor,
+        out_mean: Tensor,
+        nu: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gram, cross and the outputs' variance per token about mu and nu, for blocks with these means.
+
+        In place: these are the largest matrices of a fit, and made anew for every layer and window.
+        """
+        gram = self._beside(features).div_(tokens)
+        gram.addr_(mean, mu, alpha=-1).addr_(mu, mean, alpha=-1).addr_(mu, mu)
+        cross = torch.cat([self.product(a, output) for a in features], 0).div_(tokens)
+        cross.addr_(mean, nu, alpha=-1).addr_(mu, out_mean, alpha=-1).addr_(mu, nu)
+        return gram, cross, self.squares[output] / tokens - 2 * nu * out_mean + nu.square()
+
+
+def pieces_of(tokens: int, size: int) -> list[int]:
+    """Cut some tokens into pieces of `size` or, to leave no rest, a little more; return the length of each."""
+    if not tokens:
+        return []
+    count = max(1, tokens // size)
+    ends = [tokens * number // count for number in range(count + 1)]
+    return [last - first for first, last in itertools.pairwise(ends)]
+
+
+def piece_sums(rows: Tensor, pieces: Sequence[int]) -> Tensor:
+    """Return the sum of each piece's rows over the root of its length m: products of two such are m times those of means."""
+    if not pieces:
+        return rows[:0]
+    return torch.stack([part.sum(0) / len(part) ** 0.5 for part in rows.split(list(pieces))])

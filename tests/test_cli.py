@@ -138,6 +138,17 @@ def test_fit_tells_size_before_and_quality_after(pair: SimpleNamespace, tmp_path
     assert result["num_bytes"] == (tmp_path / "t" / "translator.safetensors").stat().st_size
 
 
+def test_what_neighbours_share_can_count_more(fitted: Path, pair: SimpleNamespace, tmp_path: Path, run: Run) -> None:
+    there = tmp_path / "shared"
+    call = ["fit", pair.source, pair.target, "--out", there, "--text", pair.texts, *SMALL_FIT]
+    assert run(*call, "--shared-weight", "8").code == 0
+    assert last_json(run("info", there, "--json"))["options"]["fit"]["shared_weight"] == 8
+    assert (there / "translator.safetensors").read_bytes() != (fitted / "translator.safetensors").read_bytes()
+    ran = run("distill", there, "--text", pair.texts, "--steps", "1", *SMALL_TRAINING)
+    assert ran.code == 0, ran.err  # its statistics are found
+    assert_refused(run(*call, "--overwrite", "--shared-weight", "-1"), "--shared-weight")
+
+
 def test_a_second_fit_needs_overwrite(fitted: Path, pair: SimpleNamespace, tmp_path: Path, run: Run) -> None:
     there = copy_of(fitted, tmp_path)
     before = (there / "translator.safetensors").read_bytes()

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kvlingo import stats as stats_module
-from kvlingo.collecting import Collector, counted_tokens, pieces_of, product_dtype
+from kvlingo.collecting import Collector, counted_tokens, product_dtype
 from kvlingo.corpus import examples, random_examples
 from kvlingo.errors import BadInput, IncompatiblePair
 from kvlingo.fitting import Fit, control, fit, solve_layers
@@ -24,9 +24,9 @@ from kvlingo.jobs import check_pair
 from kvlingo.judging import held_out_kl
 from kvlingo.language_model import read
 from kvlingo.shapes import FitOptions, base_config, candidate_centres, source_free, text_free
-from kvlingo.stats import GramStats
+from kvlingo.stats import GramStats, pieces_of
 from kvlingo.texts import Document
-from kvlingo.translator import HeadwiseMap, LayerMap, LinearMap, LowRankMap, MapKind, feature_blocks
+from kvlingo.translator import HeadwiseMap, LinearMap, LowRankMap, MapKind, feature_blocks
 from tests import tiny
 from tests.tiny import unrelated_pair as pair
 
@@ -274,7 +274,7 @@ def test_text_is_not_counted_when_the_source_alone_is_read() -> None:
 
 def columns_of(result: Fit) -> dict[str, list[Tensor]]:
     """Return the columns that a fit has read, text by text, as models give them."""
-    collector = Collector(*pair(), result.translator.config, replace(result.options, shared_weight=0.0))
+    collector = Collector(*pair(), result.translator.config, result.options)
     training = [d for d in tiny.documents() if d not in result.held_out_documents]
     columns: dict[str, list[Tensor]] = {}
     for example in collector.pieces(training, result.options.tokens):
@@ -296,68 +296,78 @@ def test_each_layer_s_map_is_the_regression_of_the_definition(weight: float) -> 
     table = {name: torch.cat(parts) for name, parts in columns.items()}
     pieces = [n for part in columns["target/0"] for n in pieces_of(len(part), 8)]
     assert sum(pieces) == len(table["target/0"])
-
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        shared = [x.mean(0) for x in a.split(pieces)], [x.mean(0) for x in b.split(pieces)]
-        lengths = torch.tensor(pieces, dtype=torch.float64)[:, None]
-        return a.T @ b + weight * torch.stack(shared[0]).T @ (torch.stack(shared[1]) * lengths)
-
-    for layer in (1, 3):
+    windows = [shape.window for shape in target.geometry.layers]
+    for layer in range(1, len(windows)):
         x = torch.cat([table[b] for b in translator.config.blocks(layer)], 1)
         y = table[f"target/{layer}"]
-        z, moved = x - x.mean(0), y - y.mean(0)
-        square = product(z, z) / len(z)
-        scale = square.diagonal().sqrt()
-        scale = torch.where(scale > 1e-12 * scale.max(), scale, torch.ones_like(scale))
-        gram = square / torch.outer(scale, scale) + 1e-3 * torch.eye(z.shape[1], dtype=torch.float64)
-        weights = torch.linalg.solve(gram, product(z, moved) / len(z) / scale[:, None])
-        wanted = z / scale @ weights + y.mean(0)
+        scale = x.std(0, unbiased=False)
+        z = (x - x.mean(0)) / torch.where(scale > 1e-12 * scale.max(), scale, torch.ones_like(scale))
+        moved = y - y.mean(0)
+        gram, cross = z.T @ z, z.T @ moved
+        if weight and windows[layer] is None:
+            lengths = torch.tensor(pieces, dtype=torch.float64)[:, None]
+            shared_z, shared_y = (torch.stack([p.mean(0) for p in each.split(pieces)]) for each in (z, moved))
+            gram += weight * shared_z.T @ (lengths * shared_z)
+            cross += weight * shared_z.T @ (lengths * shared_y)
+        damped = gram + 1e-3 * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
+        wanted = z @ torch.linalg.solve(damped, cross) + y.mean(0)
         keys, values = translator.maps[str(layer)](x.float())
         got = torch.cat([part[0].transpose(0, 1).flatten(1) for part in (keys, values)], 1)
         torch.testing.assert_close(got.double(), wanted, atol=2e-3, rtol=0)
+    assert None in windows
 
 
-def test_shared_errors_become_smaller_where_they_count_more() -> None:
-    plain, shared = (fit(*pair(), tiny.documents(), options(key_norm=False, shared_weight=w)) for w in (0.0, 30.0))
-    columns = columns_of(plain)
-    pieces = [n for part in columns["target/0"] for n in pieces_of(len(part), OPTIONS.shared_tokens)]
-    found = []
-    for result in (plain, shared):
-        x = torch.cat([torch.cat(columns[b]) for b in result.translator.config.blocks(3)], 1)
-        keys, values = result.translator.maps["3"](x.float())
-        error = torch.cat([part[0].transpose(0, 1).flatten(1) for part in (keys, values)], 1).double()
-        error -= torch.cat(columns["target/3"])
-        found.append(float(torch.stack([e.mean(0) for e in error.split(pieces)]).square().mean()))
-    assert found[1] < found[0]
-
-
-def test_the_target_s_norm_goes_by_keys_as_they_are() -> None:
-    """Lifted keys are larger; the scale of the norm that ends a map must not grow with them."""
-    target = tiny.language_model("gemma3")
-    assert any(weight is not None for weight in target.key_norms)
-    source = tiny.language_model("llama")
+def test_errors_are_weighed_in_layers_without_a_window_alone() -> None:
+    source, target = pair()
     plain, shared = (
-        fit(source, target, tiny.documents(), options(key_norm=True, shared_weight=w)).translator for w in (0.0, 9.0)
+        fit(source, target, tiny.documents(), options(key_norm=False, shared_weight=w, shift=0)) for w in (0.0, 30.0)
     )
-    norms = 0
-    for name, one in plain.maps.items():
-        other = shared.maps[name]
-        assert isinstance(one, LayerMap)
-        assert isinstance(other, LayerMap)
-        if one.norm_kind is not None:
-            norms += 1
-            torch.testing.assert_close(other.key_norm_weight, one.key_norm_weight)
-    assert norms
+    assert plain.stats.shared is None
+    columns = columns_of(plain)
+    pieces = [n for part in columns["target/0"] for n in pieces_of(len(part), plain.options.shared_tokens)]
+
+    def shared_error(result: Fit, layer: int) -> float:
+        x = torch.cat([torch.cat(columns[b]) for b in result.translator.config.blocks(layer)], 1)
+        keys, values = result.translator.maps[str(layer)](x.float())
+        error = torch.cat([part[0].transpose(0, 1).flatten(1) for part in (keys, values)], 1).double()
+        error -= torch.cat(columns[f"target/{layer}"])
+        return float(torch.stack([e.mean(0) for e in error.split(pieces)]).square().mean())
+
+    windows = [shape.window for shape in target.geometry.layers]
+    for layer in range(1, len(windows)):
+        before, after = shared_error(plain, layer), shared_error(shared, layer)
+        assert after < before if windows[layer] is None else after == pytest.approx(before)
 
 
-def test_statistics_without_lifted_rows_are_those_of_older_versions() -> None:
+def test_sums_over_pieces_are_kept_and_added_like_all_others(tmp_path: Path) -> None:
+    source, target = pair()
+    asked = options(shared_weight=2.0, shift=0)
+    whole = fit(source, target, tiny.documents(), asked, work_dir=tmp_path)
+    again = fit(source, target, tiny.documents(), asked, work_dir=tmp_path)  # of what the first one left
+    state, restored = sums(whole), sums(again)
+    assert any(name.startswith("shared:") for name in state)
+    assert state.keys() == restored.keys()
+    assert all(torch.equal(state[name], restored[name]) for name in state)
+    for layer in whole.translator.maps:
+        mine, theirs = (f.translator.maps[layer].bias for f in (whole, again))
+        torch.testing.assert_close(mine, theirs)
+    twice = Collector(source, target, base_config(source, target, asked), asked).empty()
+    twice += whole.stats
+    twice += again.stats
+    blocks = whole.translator.config.blocks(3)
+    one, two = (s.moments(blocks, "target/3", shared_weight=2.0) for s in (whole.stats, twice))
+    torch.testing.assert_close(two.gram, one.gram)
+    torch.testing.assert_close(two.judged_variance, one.judged_variance)
+
+
+def test_statistics_of_errors_that_count_alike_are_those_of_older_versions() -> None:
     """Who fitted before there was such an option can still distil from what was kept."""
     source, target = pair()
     config = base_config(source, target, OPTIONS)
-    plain, lifted_ones = (Collector(source, target, config, options(shared_weight=w)) for w in (0.0, 1.0))
-    assert "shared_" not in plain.key(100)
-    assert "shared_" in lifted_ones.key(100)
-    assert (plain.empty().lift, lifted_ones.empty().lift) == (1.0, pytest.approx(2**0.5))
+    alike, shared = (Collector(source, target, config, options(shared_weight=w)) for w in (0.0, 1.0))
+    assert "shared_" not in alike.key(100)
+    assert "shared_" in shared.key(100)
+    assert not any(name.startswith("shared") for name in alike.empty().state_dict())
 
 
 def test_a_fit_tells_what_it_chose() -> None:
