@@ -110,8 +110,9 @@ class Collector:
     def key(self, tokens: int) -> str:
         """Identify what the statistics of `tokens` tokens depend on, but for the texts."""
         options = asdict(self.options)
-        if not self.options.shared_weight:  # what older versions summed
-            options = {k: v for k, v in options.items() if not k.startswith("shared_")}
+        # Sums over pieces are good for any weight; without them they are what older versions kept.
+        if not options.pop("shared_weight"):
+            options.pop("shared_tokens")
         facts = [self.source.fingerprint, self.target.fingerprint, tokens, options, "kinds in turn"]
         if self.options.shift:
             facts.append("products within windows")

@@ -76,6 +76,11 @@ def base_config(source: LanguageModel, target: LanguageModel, options: FitOption
     """Return the translator's shape with the proportional pairing."""
     if options.map_kind not in MAP_KINDS:
         raise BadInput(f"unknown map kind {options.map_kind!r}; use one of {', '.join(MAP_KINDS)} or auto")
+    if options.shared_weight < 0 or options.shared_tokens < 1:
+        raise BadInput(
+            f"errors that neighbours share: a weight of at least 0 and pieces of at least 1 token are wanted, got "
+            f"shared_weight={options.shared_weight:g} and shared_tokens={options.shared_tokens}"
+        )
     centres = proportional(len(target.geometry), len(source.geometry))
     return TranslatorConfig(
         source=source.geometry,

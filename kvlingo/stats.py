@@ -319,10 +319,10 @@ class GramStats:
             scale = like.feature_scale
         weighed = None
         if self.shared is not None and shared_weight and output in self.shared.dims:
-            more = self.shared._about(features, output, n, *middle)
-            for whole, part in zip((gram, cross), more, strict=False):
-                whole.add_(part, alpha=shared_weight)
-            weighed = variance + shared_weight * more[2]
+            more_gram, more_cross, more_variance = self.shared._about(features, output, n, *middle)
+            gram.add_(more_gram, alpha=shared_weight)
+            cross.add_(more_cross, alpha=shared_weight)
+            weighed = variance + shared_weight * more_variance
         gram.div_(scale[:, None]).div_(scale)
         cross.div_(scale[:, None])
         if weighed is not None:

@@ -366,7 +366,8 @@ def test_statistics_of_errors_that_count_alike_are_those_of_older_versions() -> 
     config = base_config(source, target, OPTIONS)
     alike, shared = (Collector(source, target, config, options(shared_weight=w)) for w in (0.0, 1.0))
     assert "shared_" not in alike.key(100)
-    assert "shared_" in shared.key(100)
+    assert "shared_tokens" in shared.key(100)
+    assert shared.key(100) == Collector(source, target, config, options(shared_weight=9.0)).key(100)
     assert not any(name.startswith("shared") for name in alike.empty().state_dict())
 
 
@@ -490,6 +491,12 @@ def test_texts_shorter_than_a_window_are_refused(text: str) -> None:
 def test_a_map_of_no_kind_is_refused() -> None:
     with pytest.raises(BadInput, match=r"unknown map kind 'cubic'; use one of linear"):
         fit(*pair(), tiny.documents(), options(map_kind="cubic"))
+
+
+@pytest.mark.parametrize("changes", [{"shared_weight": -1.0}, {"shared_weight": 1.0, "shared_tokens": 0}])
+def test_weights_and_pieces_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=r"errors that neighbours share: .*, got shared_weight="):
+        fit(*pair(), tiny.documents(), options(**changes))
 
 
 def test_a_model_needs_no_translator_to_itself() -> None:
