@@ -61,7 +61,12 @@ def fit(
     context: Annotated[str, typer.Option(help="Lengths of the pieces to read, in target tokens.")] = "192,512,1024",
     chat_share: Annotated[float, typer.Option(min=0, max=1, help="Share of pieces rendered in chat templates.")] = 0.15,
     shared_weight: Annotated[
-        float, typer.Option(min=0, help="How much more an error counts that neighbouring tokens share.")
+        float,
+        typer.Option(
+            min=0,
+            help="How much more an error counts that neighbours share, in layers without a window; 8 helps maps "
+            "that are not distilled.",
+        ),
     ] = 0.0,
     dtype: Dtype = None,
     device: Device = None,
