@@ -93,6 +93,25 @@ def reverse() -> str:
     return arms_table("gemma-smollm2-192-tail1")
 
 
+def shared_errors() -> str:
+    """Return what ridge gains where errors that neighbours share count more."""
+    lines = [
+        "| direction | context | ridge | shared errors counting more | difference (paired) | token only, ridge |",
+        "|---|---|---|---|---|---|",
+    ]
+    for direction, label in records.NAMES.items():
+        for context in (192, 1024):
+            report = records.load(f"shared-{direction}-{context}-tail1")
+            if report is None:
+                continue
+            arms, paired = report["arms"], report["paired"]["ridge_shared"]["kl_difference_nats"]
+            cells = [label, f"{context:,}"]
+            cells += [records.interval(arms[arm]["kl_nats"]) for arm in ("translated", "ridge_shared")]
+            cells += [records.interval(paired), records.interval(arms["token_only"]["kl_nats"])]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n" if len(lines) > 2 else records.NOT_MEASURED
+
+
 def frontier() -> str:
     """Return what nothing is nearer to native for less, at every length of every direction, beside the yardsticks."""
     lines = [

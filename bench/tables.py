@@ -24,6 +24,7 @@ TABLES: dict[str, Callable[[], str]] = {
         quality_tables.quality,
         quality_tables.long_context,
         quality_tables.reverse,
+        quality_tables.shared_errors,
         quality_tables.frontier,
         quality_tables.selection,
         quality_tables.confidence,

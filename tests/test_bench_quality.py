@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import quality
+from bench import quality, quality_tables, records
 from bench.quality import made
 
 
@@ -47,3 +47,22 @@ def test_the_fit_to_compare_with_differs_in_one_option(tmp_path: Path) -> None:
     alike, shared = (quality.fit_options(call) for call in calls)  # type: ignore[arg-type]
     assert alike == replace(shared, shared_weight=0.0) != shared
     assert len({quality.statistics_of(call) for call in calls}) == 2  # type: ignore[arg-type]
+
+
+def test_the_table_of_shared_errors_shows_both_and_their_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(mean: float) -> dict[str, float]:
+        return {"mean": mean, "low": mean - 0.01, "high": mean + 0.01}
+
+    arms = {"translated": 0.2, "ridge_shared": 0.18, "token_only": 0.5}
+    record = {
+        "arms": {name: {"kl_nats": told(kl)} for name, kl in arms.items()},
+        "paired": {"ridge_shared": {"kl_difference_nats": told(-0.02)}},
+    }
+    monkeypatch.setattr(records, "load", lambda name: record if name == "shared-smollm2-gemma-1024-tail1" else None)
+    (row,) = quality_tables.shared_errors().splitlines()[2:]
+    assert row == (
+        "| SmolLM2 → Gemma | 1,024 | 0.200 [0.190, 0.210] | 0.180 [0.170, 0.190] | -0.020 [-0.030, -0.010] "
+        "| 0.500 [0.490, 0.510] |"
+    )
+    monkeypatch.setattr(records, "load", lambda _: None)
+    assert quality_tables.shared_errors() == "Not measured yet.\n"
