@@ -109,7 +109,7 @@ def shared_errors() -> str:
             cells += [records.interval(arms[arm]["kl_nats"]) for arm in ("translated", "ridge_shared")]
             cells += [records.interval(paired), records.interval(arms["token_only"]["kl_nats"])]
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n" if len(lines) > 2 else records.NOT_MEASURED
+    return records.table(lines)
 
 
 def frontier() -> str:
@@ -132,7 +132,7 @@ def frontier() -> str:
                     records.interval(row["top1_agreement"], 2),
                 ]
                 lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n" if len(lines) > 2 else records.NOT_MEASURED
+    return records.table(lines)
 
 
 def selection() -> str:
@@ -148,7 +148,7 @@ def selection() -> str:
                 cells = [label, f"{length['context_tokens']:,}", row["by"], f"{row['share']:.0%}", str(row["block"])]
                 cells += [records.interval(row["kl_nats"]), records.interval(row["nearer_than_random_nats"])]
                 lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n" if len(lines) > 2 else records.NOT_MEASURED
+    return records.table(lines)
 
 
 def confidence() -> str:
@@ -168,7 +168,7 @@ def confidence() -> str:
             f"| {label} | {fitted['hand_overs']} | {fitted['bad']} | {precision} | {worth['recall']:.2f} | {area} | "
             f"{worth['mean_kl_nats']:.3f} | {worth['mean_kl_with_fallback_nats']:.3f} |"
         )
-    return "\n".join(lines) + "\n" if len(lines) > 2 else records.NOT_MEASURED
+    return records.table(lines)
 
 
 def switches() -> str:

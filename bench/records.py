@@ -28,3 +28,13 @@ def interval(metric: dict[str, Any] | None, digits: int = 3) -> str:
     if metric["low"] is None or metric["low"] == metric["high"]:
         return f"{metric['mean']:.{digits}f}"
     return f"{metric['mean']:.{digits}f} [{metric['low']:.{digits}f}, {metric['high']:.{digits}f}]"
+
+
+def table(lines: list[str]) -> str:
+    """Return a table of a head of two lines and rows; that nothing was measured where there are no rows."""
+    return "\n".join(lines) + "\n" if len(lines) > 2 else NOT_MEASURED
+
+
+def pair_of(record: dict[str, Any]) -> str:
+    """Name the pair that a record is of."""
+    return f"{record['pair']['source']} → {record['pair']['target']}"

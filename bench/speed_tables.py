@@ -47,10 +47,10 @@ def speed() -> str:
     names = ("reprefill", "translate_warm", "translate_cold", "translate_ahead", "decode_step")
     ratios = ("speedup_warm", "speedup_cold", "speedup_ahead")
     for record in runs:
-        maps, pair = record["maps"], record["pair"]
+        maps = record["maps"]
         rank = f", rank {maps['rank']}" if maps["rank"] else ""
         engine = ", MLX" if record.get("engine") == "mlx" else ""
-        label = f"{pair['source']} → {pair['target']}, {maps['kind']}{rank}{engine}{dtypes_of(record)}"
+        label = f"{records.pair_of(record)}, {maps['kind']}{rank}{engine}{dtypes_of(record)}"
         for row in record["lengths"]:
             cells = [speed_cell(row["arms"].get(name)) for name in names]
             cells += ["–" if row[name] is None else f"{row[name]:.1f}×" for name in ratios]
@@ -98,7 +98,7 @@ def compression() -> str:
             )
             cells += [records.interval(row["kl_nats"]), above]
         lines.append(f"| {name} | {told['bytes'] / 1e6:.1f} | {' | '.join(cells)} |")
-    pair = f"{record['pair']['source']} → {record['pair']['target']}, {record['start']}"
+    pair = f"{records.pair_of(record)}, {record['start']}"
     note = f"{pair}; tail 1, {record['documents']} held-out documents, the same for all."
     return "\n".join([*lines, "", f"{note} Weights that are stored narrower multiply in bfloat16."]) + "\n"
 
@@ -147,7 +147,7 @@ def fitting_time() -> str:
     ):
         span = f"{told['ratio']:.2f} ({min(told['ratios']):.2f} … {max(told['ratios']):.2f})"
         lines.append(f"| {cells} | {median(times):.1f} | {median(others):.1f} | {span} | {told['aim']:g} |")
-    pair = f"{record['pair']['source']} → {record['pair']['target']}, {record['dtype']}"
+    pair = f"{records.pair_of(record)}, {record['dtype']}"
     note = f"{pair}; medians of {len(fit['fit_s'])} fits and {len(distill['step_s'])} steps, each beside the other in turn."
     return "\n".join([*lines, "", f"{note} {record['environment']['cores']} cores."]) + "\n"
 
@@ -165,6 +165,6 @@ def calibration() -> str:
         arm = record["arms"][name]
         cells = [f"{r['predicted_ms']:,.0f} / {r['measured_ms']:,.0f} ({r['error']:+.0%})" for r in arm["lengths"]]
         lines.append(f"| {label} | {' | '.join(cells)} | {arm['largest_error']:.0%} |")
-    pair = f"{record['pair']['source']} → {record['pair']['target']}, {record['dtype']}"
+    pair = f"{records.pair_of(record)}, {record['dtype']}"
     note = f"{pair}; medians of {record['repeats']} interleaved runs. Aim: {record['aim']:.0%}."
     return "\n".join([*lines, "", f"{note} {record['environment']['cores']} cores."]) + "\n"
