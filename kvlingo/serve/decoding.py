@@ -182,6 +182,7 @@ class Lane:
         self._max_rows, self._max_queue = max_rows, max_queue
         self._changed, self._queue, self._closing = threading.Condition(), FairQueue[Job](), False
         self._rows: list[_Row] = []
+        self._ending = 0  # jobs that are no rows any more and not counted yet
         self._batch: Batch | None = None
         self._joined_at = 0
         self._beginning = FairQueue[_Beginning]()
@@ -226,9 +227,9 @@ class Lane:
 
     @property
     def load(self) -> Mapping[str, int]:
-        """Return how many jobs wait and how many run."""
+        """Return how many jobs wait and how many run. One runs until what it read is kept and its end is in `counts`."""
         with self._changed:
-            return {"queued": len(self._queue), "running": len(self._beginning) + len(self._rows)}
+            return {"queued": len(self._queue), "running": len(self._beginning) + len(self._rows) + self._ending}
 
     def close(self) -> None:
         """Finish what was taken, take nothing more. Returns at once."""
@@ -349,16 +350,15 @@ class Lane:
 
     def _give_up(self, beginning: _Beginning) -> None:
         """Let a job go that has not said anything yet."""
-        with self._changed:
-            self._beginning.remove(beginning)
-            self._changed.notify_all()
-        self.counts["cancelled"] += 1
         try:
             if beginning.steps is not None:
                 beginning.steps.close()
         except Exception as error:  # only what was read so far is lost
-            self.counts["not_kept"] += 1
-            LOG.warning("%s: a cache could not be kept: %s", self.lm.name, type(error).__name__)
+            self._was_not_kept(error)
+        with self._changed:
+            self.counts["cancelled"] += 1
+            self._beginning.remove(beginning)
+            self._changed.notify_all()
 
     def _speak(self, row: _Row, logits: Tensor) -> None:
         before = len(row.speech.ids)
@@ -407,37 +407,48 @@ class Lane:
             append_row(row.state.cache, batch.cache, index, batch.slots - self._joined_at, self.lm.geometry)
 
     def _leave(self, row: _Row) -> None:
-        """Let a row go: what it holds is kept, then its end is told."""
+        """Let a row go: what it holds is kept, its end is counted, then told."""
         self._settle()
         with self._changed:
             self._rows.remove(row)
-        job, speech = row.job, row.speech
+            self._ending += 1
+        if row.error is None:
+            self._keep(row)
+        with self._changed:
+            self._count_end(row)
+            self._ending -= 1
+            self._changed.notify_all()
+        if row.error is not None:
+            row.job.tell(row.error)
+        elif row.speech.finish_reason is not None:
+            row.job.tell(Done(row.speech.finish_reason, len(row.speech.ids), row.ttft_ms, row.queue_ms))
+
+    def _keep(self, row: _Row) -> None:
+        try:
+            row.job.keep(grown(self.lm, row.state, row.speech.ids))
+        except Exception as error:  # the answer stands; only the next turn pays
+            self._was_not_kept(error)
+
+    def _was_not_kept(self, error: Exception) -> None:
+        self.counts["not_kept"] += 1
+        LOG.warning("%s: a cache could not be kept: %s", self.lm.name, type(error).__name__)
+
+    def _count_end(self, row: _Row) -> None:
         if row.error is not None:
             self.counts["failed"] += 1
-            job.tell(row.error)
-            return
-        try:
-            job.keep(grown(self.lm, row.state, speech.ids))
-        except Exception as error:  # the answer stands; only the next turn pays
-            self.counts["not_kept"] += 1
-            LOG.warning("%s: a cache could not be kept: %s", self.lm.name, type(error).__name__)
-        if speech.finish_reason is None:
+        elif row.speech.finish_reason is None:
             self.counts["cancelled"] += 1
-        else:
-            if speech.finish_reason != "turn":  # another model takes over: the answer goes on
-                seconds = time.perf_counter() - job.submitted
-                self._mean_s += 0.1 * (seconds - self._mean_s)
-                self.counts["finished"] += 1
-            job.tell(Done(speech.finish_reason, len(speech.ids), row.ttft_ms, row.queue_ms))
-        with self._changed:
-            self._changed.notify_all()
+        elif row.speech.finish_reason != "turn":  # there another model takes over: the answer goes on
+            seconds = time.perf_counter() - row.job.submitted
+            self._mean_s += 0.1 * (seconds - self._mean_s)
+            self.counts["finished"] += 1
 
     def _fail(self, error: Exception) -> None:
         """Tell every row that decoding went wrong; the lane goes on with the next jobs."""
         with self._changed:
             rows, self._rows, self._batch = self._rows, [], None
+            self.counts["failed"] += len(rows)
         for row in rows:
-            self.counts["failed"] += 1
             row.job.tell(error)
 
 
