@@ -23,9 +23,13 @@ from kvlingo.kv import KV
 from kvlingo.maps import LayerMap, LowRankMap, Product, Side, head_columns, is_fast_in_bfloat16, paired_head
 from kvlingo.stats import column_ranges, runs
 
-CHUNK_BYTES = 32 << 20
-"""So much do the gathered features of one chunk take, or those of `LEAST_ROWS` tokens: a shorter product would be slow."""
-LEAST_ROWS = 256
+CHUNK_BYTES = 8 << 20
+"""So much do the gathered features of one chunk take, or those of `LEAST_ROWS` tokens: a shorter product would be slow.
+
+What a hand-over takes above the target's cache grows with it: a group's products wait beside its features, and the C library
+keeps as much again of what was freed. Chunks of 32 MiB were no faster (docs/log.md, "Time of a hand-over").
+"""
+LEAST_ROWS = 512
 GOOD_ROWS = 1024
 """Target layers are mapped group by group, so that a chunk can have so many tokens: the weights are read anew for each."""
 
